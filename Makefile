@@ -1,0 +1,22 @@
+.PHONY: help setup demo test check format clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup:  ## make .venv from the lock; nothing is done twice
+	@scripts/setup
+
+demo: setup  ## a model learns while every checkpoint is evaluated beside it (CPU only)
+	@.venv/bin/evalfleet demo --out demo-out $(ARGS)
+
+check: setup  ## lint, format, types, import rules
+	@scripts/check
+
+test: check  ## everything that CI runs
+	@scripts/test
+
+format: setup
+	@.venv/bin/ruff check --fix -q . ; .venv/bin/ruff format -q .
+
+clean:
+	rm -rf .venv demo-out build dist *.egg-info

@@ -1,0 +1,235 @@
+"""The client of the API: few, slow calls over httpx, every one with a timeout, every error mapped.
+
+Nothing here retries on its own but the long polls (`reserve`, `drain`), which are made of short calls under one deadline.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
+from eval_service.contract.wire import (
+    DispatchReply,
+    DispatchRequest,
+    DrainRequest,
+    FleetView,
+    Health,
+    OnTimeout,
+    PlannedPoint,
+    PointPage,
+    PointReport,
+    PointView,
+    Progress,
+    Receipt,
+    RunSpec,
+    RunView,
+    SamplePage,
+    StatusView,
+)
+
+LONG_POLL_S = 20.0
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class EvalClient:
+    """Talks to one service.
+
+    Args:
+        url: where the gateway listens, such as `http://127.0.0.1:8700`.
+        timeout_s: of one short call; long polls add theirs.
+        transport: another httpx transport, for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 10.0,
+        token: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # --- trainers
+
+    def put_run(self, run: str, spec: RunSpec) -> RunView:
+        """Make a run known, or change it."""
+        return self._call(RunView, "PUT", f"/runs/{run}", body=spec)
+
+    def progress(self, run: str, step: int) -> None:
+        """Tell the trainer's step, so that lag can be known."""
+        self._send("POST", f"/runs/{run}/progress", body=Progress(step=step))
+
+    def dispatch(self, request: DispatchRequest) -> DispatchReply:
+        """Reserve, or hand a snapshot over; one call.
+
+        Raises:
+            Busy: backpressure waits; ask again with the same reservation.
+            Unavailable: the service can't be reached.
+        """
+        wait = min(request.wait_s if request.wait_s is not None else LONG_POLL_S, LONG_POLL_S)
+        return self._call(DispatchReply, "POST", "/dispatch", body=request, extra_s=wait if not request.snapshot else 0)
+
+    def reserve(self, request: DispatchRequest, *, deadline_s: float) -> DispatchReply:
+        """Reserve, waiting for room up to a deadline.
+
+        Raises:
+            Unavailable: the service can't be reached.
+        """
+        until = self._clock() + deadline_s
+        while True:
+            left = max(0.0, until - self._clock())
+            try:
+                return self.dispatch(request.model_copy(update={"wait_s": left}))
+            except Busy:
+                self._sleep(min(0.2, left))
+
+    def report(self, point: str, detail: str) -> PointView:
+        """A reserved point's export failed."""
+        return self._call(PointView, "POST", f"/points/{point}/report", body=PointReport(detail=detail[:4000]))
+
+    def drain(
+        self,
+        run: str,
+        *,
+        planned: Sequence[PlannedPoint] = (),
+        timeout_s: float = 600.0,
+        on_timeout: OnTimeout = OnTimeout.LEAVE,
+        on_progress: Callable[[Receipt], None] | None = None,
+    ) -> Receipt:
+        """Wait until every point of the run has ended, over restarts of anything, and return the receipt.
+
+        Raises:
+            Unavailable: the service could not be reached up to the deadline.
+        """
+        request = DrainRequest(
+            run=run, planned=tuple(planned), timeout_s=timeout_s, on_timeout=on_timeout, drain=str(uuid.uuid4())
+        )
+        until = self._clock() + timeout_s
+        while True:
+            try:
+                receipt = self._call(Receipt, "POST", "/drain", body=request, extra_s=LONG_POLL_S)
+                if not receipt.open:
+                    return receipt
+                if on_progress is not None:
+                    on_progress(receipt)
+            except Unavailable:
+                if self._clock() >= until:
+                    raise
+                self._sleep(min(0.5, max(0.0, until - self._clock())))
+
+    # --- readers
+
+    def status(self) -> StatusView:
+        """Fleet, runs, counts."""
+        return self._call(StatusView, "GET", "/status")
+
+    def fleet(self) -> FleetView:
+        """Engines, pins, in flight."""
+        return self._call(FleetView, "GET", "/fleet")
+
+    def run(self, run: str) -> RunView:
+        """One run."""
+        return self._call(RunView, "GET", f"/runs/{run}")
+
+    def points(self, **query: str | int) -> PointPage:
+        """Points by run, state, suite, step."""
+        return self._call(PointPage, "GET", "/points", params=query)
+
+    def point(self, point: str) -> PointView:
+        """One point with its attempts."""
+        return self._call(PointView, "GET", f"/points/{point}")
+
+    def samples(self, point: str, **query: str | int) -> SamplePage:
+        """A point's samples."""
+        return self._call(SamplePage, "GET", f"/points/{point}/samples", params=query)
+
+    def receipt(self, drain: str, *, wait_s: float = 0.0) -> Receipt:
+        """A drain's receipt, as it stands or waiting for it."""
+        return self._call(Receipt, "GET", f"/drains/{drain}", params={"wait_s": wait_s}, extra_s=wait_s)
+
+    def ready(self) -> Health:
+        """Whether the ledger can be written and a controller acts."""
+        return self._call(Health, "GET", "/readyz")
+
+    # --- how
+
+    def _call(
+        self,
+        model: type[_Model],
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        params: Mapping[str, str | int | float] | None = None,
+        extra_s: float = 0.0,
+    ) -> _Model:
+        response = self._send(method, path, body=body, params=params, extra_s=extra_s)
+        try:
+            return model.model_validate_json(response.content)
+        except ValidationError as exc:
+            raise Unavailable(f"{method} {path} answered with something else than {model.__name__}: {exc}") from exc
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        params: Mapping[str, Any] | None = None,
+        extra_s: float = 0.0,
+    ) -> httpx.Response:
+        try:
+            response = self._http.request(
+                method,
+                path,
+                content=body.model_dump_json() if body is not None else None,
+                headers={"content-type": "application/json"} if body is not None else None,
+                params=params,
+                timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + extra_s),
+            )
+        except httpx.HTTPError as exc:
+            raise Unavailable(
+                f"{method} {self.url}{path}: {type(exc).__name__}: {exc}",
+                hint="is `evalfleet serve` running at this address?",
+            ) from exc
+        if response.is_success:
+            return response
+        raise _error(response)
+
+
+def _error(response: httpx.Response) -> EvalfleetError:
+    try:
+        body = ErrorEnvelope.model_validate_json(response.content).error
+    except ValidationError:
+        # Not our envelope: a proxy that has nobody behind it (yet), which is the same as not being there.
+        return Unavailable(f"HTTP {response.status_code}: {response.text[:200]}")
+    return BY_CODE.get(body.code, EvalfleetError)(body.message, field=body.field, hint=body.hint)

@@ -1,0 +1,144 @@
+"""The manifest of a snapshot: files, tensors, digests and the canary.
+
+`digest` covers the model's files (config, tokenizer, generation config, weights) and no time, run or nonce, so the same
+weights exported twice have the same digest. `tensor_digest` covers names, dtypes, shapes and bytes of the tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self, TypeVar
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eval_service.contract.errors import SnapshotFault
+from eval_service.contract.names import MANIFEST
+
+FORMAT_VERSION = 1
+_Entry = TypeVar("_Entry", "FileEntry", "TensorEntry")
+
+
+class FileEntry(BaseModel):
+    """One file of the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[^/\\\x00]{1,255}$")
+    size_bytes: int = Field(ge=0)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class TensorEntry(BaseModel):
+    """One tensor, and the file that holds it. `dtype` is in safetensors' spelling (F32, BF16)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Canary(BaseModel):
+    """Log-probs of fixed token sequences from the exporter's own forward pass.
+
+    `logprobs[i][j]` is log p(token_ids[i][j + 1] | token_ids[i][: j + 1]), natural log, so each row is one shorter.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: str = Field(description="of the forward pass: float32 or bfloat16; it picks the tolerance")
+    token_ids: tuple[tuple[int, ...], ...] = Field(min_length=1)
+    logprobs: tuple[tuple[float, ...], ...]
+
+    @model_validator(mode="after")
+    def _rows_match(self) -> Self:
+        if [len(row) - 1 for row in self.token_ids] != [len(row) for row in self.logprobs]:
+            raise ValueError("each row of logprobs must be one shorter than its token ids")
+        return self
+
+
+class Manifest(BaseModel):
+    """`manifest.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: int = FORMAT_VERSION
+    run: str
+    step: int = Field(ge=0)
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    digest: str
+    tensor_digest: str
+    canary: Canary | None = None
+    exporter: str = Field(description="name and version of what wrote it")
+    nonce: str | None = Field(default=None, description="of the export; GC compares it with the ledger's")
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        run: str,
+        step: int,
+        files: Iterable[FileEntry],
+        tensors: Iterable[TensorEntry],
+        exporter: str,
+        canary: Canary | None = None,
+        nonce: str | None = None,
+    ) -> Self:
+        """Sort, digest and assemble."""
+        files, tensors = _sorted(files), _sorted(tensors)
+        return cls(
+            run=run,
+            step=step,
+            files=files,
+            tensors=tensors,
+            digest=files_digest(files),
+            tensor_digest=tensors_digest(tensors),
+            canary=canary,
+            exporter=exporter,
+            nonce=nonce,
+        )
+
+
+def _sorted(entries: Iterable[_Entry]) -> tuple[_Entry, ...]:
+    return tuple(sorted(entries, key=lambda entry: entry.name))
+
+
+def files_digest(files: Iterable[FileEntry]) -> str:
+    """xxh3-128, in hex, over the sorted (name, size, hash)."""
+    state = xxhash.xxh3_128()
+    for entry in sorted(files, key=lambda entry: entry.name):
+        state.update(f"{entry.name}\0{entry.size_bytes}\0{entry.xxh3_128}\n".encode())
+    return state.hexdigest()
+
+
+def tensors_digest(tensors: Iterable[TensorEntry]) -> str:
+    """xxh3-128, in hex, over the sorted (name, dtype, shape, hash): the files they lie in do not matter."""
+    state = xxhash.xxh3_128()
+    for entry in sorted(tensors, key=lambda entry: entry.name):
+        state.update(f"{entry.name}\0{entry.dtype}\0{list(entry.shape)}\0{entry.xxh3_128}\n".encode())
+    return state.hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a directory's manifest.
+
+    Raises:
+        SnapshotFault: it is not there, is not JSON, has other fields, or its digests are not of its own lists.
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError as exc:
+        raise SnapshotFault(f"{MANIFEST} is not there", field=MANIFEST) from exc
+    except (OSError, ValidationError) as exc:
+        raise SnapshotFault(f"{MANIFEST} can't be read: {exc}", field=MANIFEST) from exc
+    if manifest.format_version != FORMAT_VERSION:
+        raise SnapshotFault(f"format version {manifest.format_version} is not known", field="format_version")
+    if manifest.digest != files_digest(manifest.files) or manifest.tensor_digest != tensors_digest(manifest.tensors):
+        raise SnapshotFault("the digests are not those of the listed files and tensors", field=MANIFEST)
+    return manifest

@@ -1,0 +1,390 @@
+"""What goes over HTTP: requests are strict (unknown fields are errors), and everything is frozen.
+
+Times are Unix seconds; durations end in `_s`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from eval_service.contract.errors import EvalfleetError
+from eval_service.contract.names import check_run
+from eval_service.contract.states import PinProof, PointState, Reason
+
+
+def _run(value: str) -> str:
+    try:
+        return check_run(value)
+    except EvalfleetError as exc:
+        raise ValueError(str(exc)) from exc
+
+
+RunName = Annotated[str, AfterValidator(_run)]
+Step = Annotated[int, Field(ge=0, le=10**12)]
+SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Uuid = Annotated[str, Field(pattern=r"^[0-9a-fA-F-]{32,36}$")]
+
+
+class Wire(BaseModel):
+    """The base of everything on the wire."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Kind(StrEnum):
+    """Why a point was asked for."""
+
+    BASELINE = "baseline"
+    PERIODIC = "periodic"
+    FINAL = "final"
+    MANUAL = "manual"
+
+
+class Source(StrEnum):
+    """Whose a snapshot's directory is; only `staging` is ever deleted by the service."""
+
+    STAGING = "staging"  # our own export, made to be evaluated
+    REUSE = "reuse"  # our own save_hf checkpoint
+    CALLER = "caller"  # somebody else's directory, such as a base model
+
+
+class Overflow(StrEnum):
+    """What happens to a reservation over the run's bound."""
+
+    BACKPRESSURE = "backpressure"
+    SKIP = "skip"
+    LATEST = "latest"
+
+
+class OnTimeout(StrEnum):
+    """What a drain does with what is not done at its deadline."""
+
+    LEAVE = "leave"
+    ABORT = "abort"
+
+
+class Granted(StrEnum):
+    """What a dispatch came to."""
+
+    GRANTED = "granted"  # room is reserved; export, then send the snapshot under the same reservation
+    TAKEN = "taken"  # the snapshot is taken in
+    KNOWN = "known"  # nothing new: the same reservation again
+    SKIPPED = "skipped"  # over the bound; don't export
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+class RunSpec(Wire):
+    """`PUT /runs/{run}`: what a run is. Putting it again changes it."""
+
+    root: str = Field(description="directory under which the run's own directory lies; inside the service's roots")
+    suites: tuple[SuiteName, ...] = Field(min_length=1)
+    overflow: Overflow = Overflow.BACKPRESSURE
+    max_in_flight: int = Field(default=2, ge=1, description="snapshots not settled")
+    keep: int = Field(default=2, ge=0, description="most recently settled snapshots that GC leaves")
+    priority: int = 0
+    max_engines: int | None = Field(default=None, ge=1, description="quota of engines; None: all")
+    num_steps: Step | None = Field(default=None, description="the last step, if it is known")
+
+
+class RunView(Wire):
+    """A run as the service sees it."""
+
+    run: str
+    spec: RunSpec
+    state: Literal["active", "paused", "drained"]
+    step: int | None = Field(description="the trainer's step, from its last progress call")
+    progress_at: float | None
+    created_at: float
+    points: dict[PointState, int]
+    snapshots_kept: int
+    metrics: dict[str, float] = Field(description="headline of the last done point, by suite")
+
+
+class Progress(Wire):
+    """`POST /runs/{run}/progress`."""
+
+    step: Step
+
+
+# --- dispatch -------------------------------------------------------------------------------------------------------
+
+
+class DispatchRequest(Wire):
+    """`POST /dispatch`: without `snapshot` it reserves, with it the snapshot is handed over."""
+
+    run: RunName
+    step: Step
+    suites: tuple[SuiteName, ...] | None = Field(default=None, description="None: all of the run's")
+    kind: Kind = Kind.PERIODIC
+    force: bool = False
+    priority: int = 0
+    reservation: Uuid
+    snapshot: str | None = Field(default=None, description="absolute path of the directory")
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    source: Source = Source.STAGING
+    export_s: Seconds | None = None
+    stall_s: Seconds | None = None
+    canary_s: Seconds | None = None
+    wait_s: Seconds | None = Field(
+        default=None,
+        description="how much longer the caller would wait for room; at 0 the answer is final; None: ask for ever",
+    )
+    deferred: bool = Field(default=False, description="exported while the service was away: accepted over the bound")
+
+
+class PointRef(Wire):
+    """One point of a dispatch."""
+
+    id: str
+    suite: str
+    state: PointState
+    reason: Reason | None = None
+    detail: str | None = None
+
+
+class DispatchReply(Wire):
+    """What a dispatch came to, point by point."""
+
+    run: str
+    step: int
+    reservation: str
+    outcome: Granted
+    points: tuple[PointRef, ...]
+
+
+# --- points ---------------------------------------------------------------------------------------------------------
+
+
+class Metric(Wire):
+    """A number with its uncertainty."""
+
+    value: float
+    stderr: float | None = None
+    n: int
+
+
+class Timings(Wire):
+    """Seconds a point cost the trainer (first three) and the service."""
+
+    stall_s: float | None = None
+    export_s: float | None = None
+    canary_s: float | None = None
+    queue_s: float | None = None
+    pin_s: float | None = None
+    generate_s: float | None = None
+    score_s: float | None = None
+    duration_s: float | None = None
+
+
+class AttemptView(Wire):
+    """One try at a point."""
+
+    number: int
+    started_at: float
+    ended_at: float | None
+    outcome: str | None = Field(description="done, or the fault that ended it")
+    detail: str | None
+    engines: tuple[str, ...]
+
+
+class PointView(Wire):
+    """A point of the curve."""
+
+    id: str
+    run: str
+    step: int
+    suite: str
+    kind: Kind
+    force: bool
+    priority: int
+    reservation: str
+    state: PointState
+    reason: Reason | None
+    detail: str | None
+    superseded: bool = Field(description="a newer point of the same (run, step, suite) counts instead")
+    source: Source
+    snapshot: str | None
+    digest: str | None
+    weight_version: str | None
+    pin_proof: PinProof | None
+    attempts: int
+    score: float | None = Field(description="the suite's headline metric")
+    stderr: float | None
+    metrics: dict[str, Metric]
+    lag_steps: int | None
+    timings: Timings
+    created_at: float
+    queued_at: float | None
+    started_at: float | None
+    ended_at: float | None
+    samples_path: str | None
+    history: tuple[AttemptView, ...] = ()
+
+
+class PointPage(Wire):
+    """`GET /points`."""
+
+    points: tuple[PointView, ...]
+    total: int
+
+
+class SampleView(Wire):
+    """What the model answered to one prompt."""
+
+    index: int
+    dataset: str
+    prompt: str
+    answer: str
+    output: str
+    score: float | None
+    error: str | None
+    finish_reason: str | None
+    prompt_tokens: int
+    output_tokens: int
+    engine: str
+    weight_version: str
+    latency_s: float
+    logprob: float | None = None
+
+
+class SamplePage(Wire):
+    """`GET /points/{id}/samples`."""
+
+    samples: tuple[SampleView, ...]
+    total: int
+
+
+class PointReport(Wire):
+    """`POST /points/{id}/report`: the export of a reserved point failed."""
+
+    reason: Literal[Reason.EXPORT_FAILED] = Reason.EXPORT_FAILED
+    detail: str = Field(default="", max_length=4000)
+
+
+# --- drain ----------------------------------------------------------------------------------------------------------
+
+
+class PlannedPoint(Wire):
+    """A point that the trainer planned, whatever became of it."""
+
+    step: Step
+    suite: SuiteName
+
+
+class DrainRequest(Wire):
+    """`POST /drain`. `drain` resumes one that was begun; it is a uuid made by the caller."""
+
+    run: RunName
+    planned: tuple[PlannedPoint, ...] = ()
+    timeout_s: Seconds = 600.0
+    on_timeout: OnTimeout = OnTimeout.LEAVE
+    drain: Uuid | None = None
+
+
+class EndedPoint(Wire):
+    """A line of the receipt."""
+
+    step: int
+    suite: str
+    point: str | None = None
+    reason: str | None = None
+    detail: str | None = None
+
+
+class Receipt(Wire):
+    """What drain returns: what finished, what did not, and why."""
+
+    drain: str
+    run: str
+    open: bool = Field(description="still waiting: ask `GET /drains/{id}` again")
+    drained: bool = Field(description="every point has ended")
+    timed_out: bool = False
+    started_at: float
+    ended_at: float | None = None
+    deadline: float
+    done: tuple[EndedPoint, ...] = ()
+    skipped: tuple[EndedPoint, ...] = ()
+    failed: tuple[EndedPoint, ...] = ()
+    cancelled: tuple[EndedPoint, ...] = ()
+    pending: tuple[EndedPoint, ...] = ()
+    never_came: tuple[EndedPoint, ...] = ()
+    deferred: tuple[EndedPoint, ...] = Field(default=(), description="in the outbox of an unreachable service")
+
+
+# --- fleet ----------------------------------------------------------------------------------------------------------
+
+
+class EngineState(StrEnum):
+    """What an engine is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    PINNING = "pinning"
+    RESTARTING = "restarting"
+    QUARANTINED = "quarantined"
+    LEAVING = "leaving"
+    LOST = "lost"
+
+
+class EngineView(Wire):
+    """One engine."""
+
+    id: str
+    group: str
+    state: EngineState
+    detail: str | None
+    url: str | None
+    node: str | None
+    nonce: str | None
+    server_pid: int | None
+    supervisor_pid: int | None
+    replica_pid: int | None
+    snapshot: str | None = Field(description="digest of what is pinned")
+    weight_version: str | None
+    point: str | None = Field(description="the point whose lane it is leased to")
+    in_flight: int
+    restarts: int
+    heard_at: float
+
+
+class GroupView(Wire):
+    """Engines with one purpose."""
+
+    name: str
+    kind: str
+    grade: str
+    desired: int
+    ready: int
+    engines: tuple[EngineView, ...]
+
+
+class FleetView(Wire):
+    """`GET /fleet`."""
+
+    groups: tuple[GroupView, ...]
+    seen_at: float | None = Field(description="when the controller last wrote this; None: never")
+
+
+class StatusView(Wire):
+    """`GET /status`."""
+
+    version: str
+    epoch: int
+    controller_at: float | None = Field(description="when the acting controller last showed itself")
+    controller_alive: bool
+    engines: dict[str, int] = Field(description="by state")
+    runs: dict[str, dict[PointState, int]]
+    points: dict[PointState, int]
+
+
+class Health(Wire):
+    """`GET /healthz` and `GET /readyz`."""
+
+    ok: bool
+    detail: dict[str, Any] = Field(default_factory=dict)
