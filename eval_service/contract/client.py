@@ -1,6 +1,6 @@
 """The client of the API: few, slow calls over httpx, every one with a timeout, every error mapped.
 
-Nothing here retries on its own but the long polls (`reserve`, `drain`), which are made of short calls under one deadline.
+Nothing here retries on its own but the long polls (`reserve`, `drain`): short calls under one deadline.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The manifest of a snapshot: files, tensors, digests and the canary.
 
-`digest` covers the model's files (config, tokenizer, generation config, weights) and no time, run or nonce, so the same
-weights exported twice have the same digest. `tensor_digest` covers names, dtypes, shapes and bytes of the tensors alone.
+`digest` covers the model's files (config, tokenizer, generation config, weights) and no time, run or nonce, so the
+same weights exported twice have the same digest. `tensor_digest` covers names, dtypes, shapes and bytes of the tensors.
 """
 
 from __future__ import annotations

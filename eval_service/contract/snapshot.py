@@ -1,8 +1,8 @@
 """Writing and describing snapshot directories.
 
-A snapshot is written to `<root>/<run>/.partial-<nonce>/` (weights first, then the manifest, the request, the marker; all
-synced) and published by one rename. A published directory is immutable: where one of the same digest is already there it
-is used, and the new one is dropped.
+A snapshot is written to `<root>/<run>/.partial-<nonce>/` (weights first, then the manifest, the request, the marker;
+all synced) and published by one rename. A published directory is immutable: where one of the same digest is already
+there it is used, and the new one is dropped.
 """
 
 from __future__ import annotations

@@ -1,0 +1,124 @@
+"""What an engine's replica and the controller say to each other, over a Serve handle (or a direct call in tests).
+
+The replica polls: each `EngineReport` is answered at once with a command where there is one, else after `POLL_S`. A
+command carries the epoch of the controller that gave it; a replica refuses one lower than the highest it has seen.
+Commands run one at a time; the result of a finished one travels in each report until a poll has delivered it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from eval_service.contract.manifest import Manifest
+from eval_service.contract.wire import EngineState
+
+POLL_S = 1.0
+
+
+class CommandKind(StrEnum):
+    """What a controller may ask of an engine."""
+
+    PIN = "pin"  # prepare, quiesce, load, read back, verify
+    RESTART = "restart"  # end the server and start it again on its boot model
+    LEAVE = "leave"  # take no more work; the replica is about to end
+
+
+class PinError(StrEnum):
+    """Why a pin failed."""
+
+    NOT_VISIBLE = "not_visible"  # the files did not reach their manifest's sizes on this node in time
+    REFUSED = "refused"  # the engine answered with an error and kept what it had
+    DIED = "died"  # the engine's server ended or stopped answering
+    LABEL = "label"  # /model_info shows another weight_version
+    CANARY = "canary"  # log-probs differ from the trainer's by more than the tolerance
+    UNCHANGED = "unchanged"  # other weights were asked for, and the fingerprint stayed what it was
+    STALE_EPOCH = "stale_epoch"  # the command is of a controller that no longer acts
+    TIMEOUT = "timeout"  # the deadline passed
+
+
+@dataclass(frozen=True, slots=True)
+class PinOrder:
+    """Load `snapshot` and prove it."""
+
+    snapshot: str
+    manifest: Manifest
+    weight_version: str
+    timeout_s: float = 120.0
+    visibility_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One thing to do."""
+
+    id: str
+    epoch: int
+    kind: CommandKind
+    pin: PinOrder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinEvidence:
+    """What was seen of an engine after its pin.
+
+    `fingerprint` is equal over engines that hold the same weights on the same kind of hardware; `canary_diff` is the
+    mean absolute difference to the manifest's canary (nats), None where the manifest has none.
+    """
+
+    weight_version: str
+    fingerprint: str
+    fingerprint_kind: str  # "checksum" (CUDA's parameter checksums) or "logprobs" (the engine's own canary)
+    canary_diff: float | None
+    prepare_s: float
+    load_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended."""
+
+    id: str
+    ok: bool
+    error: PinError | None = None
+    detail: str | None = None
+    evidence: PinEvidence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What a replica tells of itself in each poll.
+
+    A new `nonce` means that the server was started anew: whatever was pinned is gone.
+    """
+
+    engine: str
+    group: str
+    node: str
+    state: EngineState
+    replica_pid: int
+    nonce: str | None = None
+    detail: str | None = None
+    url: str | None = None
+    api_key: str | None = None
+    server_pid: int | None = None
+    supervisor_pid: int | None = None
+    vocab_size: int | None = None
+    context_length: int | None = None
+    weight_version: str | None = None
+    restarts: int = 0
+    results: tuple[CommandResult, ...] = ()
+
+
+class ControllerLink(Protocol):
+    """How a replica reaches the controller."""
+
+    async def poll(self, report: EngineReport) -> Command | None:
+        """Deliver a report, wait up to `POLL_S` for a command.
+
+        Raises:
+            Unavailable: no controller acts now; the replica goes on and polls again.
+        """
+        ...

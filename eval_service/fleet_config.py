@@ -1,0 +1,134 @@
+"""`fleet.toml`: the service's own settings, and the groups of engines. Strict: unknown keys are errors.
+
+Relative paths are resolved against the file's directory.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eval_service.contract.errors import ConfigError
+
+EVAL_GROUP = "eval"
+_Config = TypeVar("_Config", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """The base of a config section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServiceConfig(Section):
+    """`[service]`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8700, ge=0, le=65535)
+    state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger, logs and Ray's files; local disk")
+    ledger: str | None = Field(default=None, description="SQLAlchemy URL; None: SQLite in state_dir")
+    roots: tuple[Path, ...] = Field(min_length=1, description="snapshots and base models must lie in one of these")
+    scan_interval_s: float = Field(default=30.0, gt=0, description="of the runs' roots, for what nobody POSTed")
+    visibility_timeout_s: float = Field(default=60.0, ge=0, description="how long a shared file system may hide files")
+    reservation_timeout_s: float = Field(default=1800.0, gt=0)
+    point_timeout_s: float = Field(default=3600.0, gt=0, description="from queued to its end; then `failed: deadline`")
+    pin_timeout_s: float = Field(default=300.0, gt=0)
+    sample_timeout_s: float = Field(default=300.0, gt=0)
+    max_attempts: int = Field(default=3, ge=1)
+    engine_lost_s: float = Field(default=5.0, gt=0, description="without a poll; then the engine is lost")
+    scorer_processes: int = Field(default=1, ge=1)
+    allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
+
+
+class GroupConfig(Section):
+    """`[groups.NAME]`."""
+
+    kind: Literal["pinned", "frozen", "attached", "placeholder", "prefill", "decode"] = "pinned"
+    model: Path | None = Field(default=None, description="HF directory that the engines boot with")
+    grade: Literal["auto", "sglang", "sglang-cpu", "fake"] = "auto"
+    num_engines: int | tuple[int, int] = Field(default=1, description="a count, or least and most")
+    num_gpus_per_engine: int = Field(default=1, ge=0, description="0 on the CPU engine")
+    server_concurrency: int = Field(default=32, ge=1, description="requests in flight per engine")
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    dtype: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, group over fleet")
+    urls: tuple[str, ...] = Field(default=(), description="attached engines")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most engines."""
+        return self.num_engines if isinstance(self.num_engines, tuple) else (self.num_engines, self.num_engines)
+
+    @model_validator(mode="after")
+    def _refusals(self) -> Self:
+        if self.kind in ("prefill", "decode"):
+            raise ValueError(f"kind: {self.kind} groups are not served; use one pinned group")
+        least, most = self.bounds
+        if not 0 <= least <= most:
+            raise ValueError("num_engines: the least must be in 0..most")
+        if self.kind in ("pinned", "frozen") and self.model is None:
+            raise ValueError("model: name the HF directory that the engines boot with")
+        return self
+
+
+class FleetConfig(Section):
+    """The whole of `fleet.toml`."""
+
+    service: ServiceConfig
+    num_gpus: int = Field(default=0, ge=0, description="GPUs of all groups together")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments of every group")
+    groups: dict[str, GroupConfig]
+
+    @model_validator(mode="after")
+    def _one_eval_group(self) -> Self:
+        pinned = [name for name, group in self.groups.items() if group.kind == "pinned"]
+        if pinned != [EVAL_GROUP]:
+            raise ValueError(f"groups: exactly one pinned group, named {EVAL_GROUP!r}; found {pinned}")
+        return self
+
+
+def load_fleet(path: Path) -> FleetConfig:
+    """Read and check a fleet file; relative paths become absolute.
+
+    Raises:
+        ConfigError: names the key and what is wrong with it.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"{path} can't be read: {exc}", hint="see docs/configuration.md") from exc
+    config = validated(FleetConfig, table, path)
+    base = path.resolve().parent
+    service = config.service.model_copy(
+        update={
+            "state_dir": base / config.service.state_dir,
+            "roots": tuple((base / root).resolve() for root in config.service.roots),
+        }
+    )
+    groups = {
+        name: group.model_copy(update={"model": base / group.model if group.model else None})
+        for name, group in config.groups.items()
+    }
+    return config.model_copy(update={"service": service, "groups": groups})
+
+
+def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Config:
+    """Validate a config table; the first fault becomes a ConfigError that names its key.
+
+    Raises:
+        ConfigError: with the dotted key and, for an unknown one, the hint that says so.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as exc:
+        fault = exc.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        unknown = fault["type"] == "extra_forbidden"
+        raise ConfigError(
+            f"{path.name}: unknown key" if unknown else f"{path.name}: {fault['msg']}",
+            field=key or None,
+            hint="remove it, or see docs/configuration.md for the keys" if unknown else None,
+        ) from exc
