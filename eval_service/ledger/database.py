@@ -1,0 +1,147 @@
+"""The connection to the ledger, its transactions, and the epoch fence.
+
+Invariant: every write of a controller goes through `acting(epoch)`, which holds the ledger's write lock while it
+compares the epoch, so a controller that was replaced writes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+
+from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
+from eval_service.ledger.schema import SCHEMA_VERSION, meta, metadata
+
+EPOCH = "epoch"
+VERSION = "schema_version"
+
+
+class Fenced(EvalfleetError):
+    """Another controller acts now; this one must stop."""
+
+    code = "fenced"
+    status = 503
+
+
+class Database:
+    """Opens the ledger, creating what is not there.
+
+    Args:
+        url: an SQLAlchemy URL; `sqlite:////path/ledger.db` or `postgresql+psycopg://...`.
+        clock: Unix seconds.
+    """
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.url = url
+        self.clock = clock
+        self.engine = _open(url)
+        with self.writing() as connection:
+            metadata.create_all(connection)
+            _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
+            _seed(connection, EPOCH, "0", clock())
+            found = _get(connection, VERSION)
+        if found != str(SCHEMA_VERSION):
+            raise ConfigError(f"the ledger has schema {found}; this version writes {SCHEMA_VERSION}", field="ledger")
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A consistent read."""
+        with _mapped(), self.engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A write transaction; SQLite takes its one write lock at once."""
+        with _mapped(), self.engine.connect() as connection:
+            if self.engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            with _commit(connection):
+                yield connection
+
+    @contextmanager
+    def acting(self, epoch: int) -> Iterator[Connection]:
+        """A write transaction of the controller that took `epoch`.
+
+        Raises:
+            Fenced: the epoch has moved on.
+        """
+        with self.writing() as connection:
+            found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
+            if int(found) != epoch:
+                raise Fenced(f"epoch {epoch} is over; {found} acts")
+            yield connection
+
+    def take_epoch(self) -> int:
+        """Raise the epoch and return it; only the holder of the lock may call this."""
+        with self.writing() as connection:
+            found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
+            epoch = int(found) + 1
+            put(connection, EPOCH, str(epoch), self.clock())
+        return epoch
+
+    def read_meta(self, key: str) -> tuple[str, float] | None:
+        """One of `meta`'s values, with the time at which it was written."""
+        with self.reading() as connection:
+            row = connection.execute(select(meta.c.value, meta.c.at).where(meta.c.key == key)).one_or_none()
+        return (row.value, row.at) if row else None
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.engine.dispose()
+
+
+def put(connection: Connection, key: str, value: str, at: float) -> None:
+    """Write one of `meta`'s values."""
+    if connection.execute(update(meta).where(meta.c.key == key).values(value=value, at=at)).rowcount == 0:
+        connection.execute(insert(meta).values(key=key, value=value, at=at))
+
+
+def _seed(connection: Connection, key: str, value: str, at: float) -> None:
+    if _get(connection, key) is None:
+        connection.execute(insert(meta).values(key=key, value=value, at=at))
+
+
+def _get(connection: Connection, key: str) -> str | None:
+    return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar_one_or_none()
+
+
+def _open(url: str) -> Engine:
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        return create_engine(parsed, pool_pre_ping=True)
+    engine = create_engine(parsed, connect_args={"timeout": 10.0, "check_same_thread": False})
+
+    @event.listens_for(engine, "connect")
+    def _tune(connection: sqlite3.Connection, _record: Any) -> None:
+        # The driver's own BEGIN would be deferred, and two writers that both began by reading would deadlock.
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")  # an answered dispatch survives a power cut
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    return engine
+
+
+@contextmanager
+def _commit(connection: Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.rollback()
+        raise
+    connection.commit()
+
+
+@contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as exc:
+        raise Unavailable(f"the ledger can't be used now: {exc.orig}", field="ledger") from exc

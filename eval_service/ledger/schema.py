@@ -1,0 +1,140 @@
+"""The ledger's tables (SQLAlchemy Core; SQLite and PostgreSQL alike). Times are Unix seconds; JSON is kept as text."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = 1
+metadata = MetaData()
+
+# What there is one of: the schema's version, the epoch, the controller's sign of life, the fleet as last seen.
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+    Column("at", Float, nullable=False),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("run", String(128), primary_key=True),
+    Column("spec", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("step", Integer),
+    Column("progress_at", Float),
+    Column("created_at", Float, nullable=False),
+)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("run", ForeignKey("runs.run"), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("source", String(16), nullable=False),
+    Column("claimed_digest", String(32)),  # what the dispatch said; `digest` is what the checks found
+    Column("digest", String(32)),
+    Column("tensor_digest", String(32)),
+    Column("nonce", String(32)),
+    Column("manifest", Text),
+    Column("vocab_size", Integer),
+    Column("admitted_at", Float),
+    Column("created_at", Float, nullable=False),
+    Column("settled_at", Float),
+    Column("deleted_at", Float),
+    Column("held", Boolean, nullable=False, default=False),
+    UniqueConstraint("run", "step", "path"),
+)
+
+points = Table(
+    "points",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("seq", Integer, nullable=False, unique=True),  # the order in which they were asked for
+    Column("run", ForeignKey("runs.run"), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("suite", String(64), nullable=False),
+    Column("reservation", String(36), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("force", Boolean, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("source", String(16), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", String(32)),
+    Column("detail", Text),
+    Column("superseded", Boolean, nullable=False, default=False),
+    Column("snapshot_id", ForeignKey("snapshots.id")),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("faults", Integer, nullable=False, default=0),  # attempts that an engine or the storage spoiled
+    Column("weight_version", String(64)),
+    Column("pin_proof", String(16)),
+    Column("score", Float),
+    Column("stderr", Float),
+    Column("metrics", Text, nullable=False, default="{}"),
+    Column("samples_path", Text),
+    Column("lag_steps", Integer),
+    Column("timings", Text, nullable=False, default="{}"),
+    Column("created_at", Float, nullable=False),
+    Column("queued_at", Float),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    UniqueConstraint("reservation", "suite"),
+    Index("points_by_run", "run", "step", "suite"),
+    Index("points_by_state", "state"),
+    Index("points_by_snapshot", "snapshot_id"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("point", ForeignKey("points.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("outcome", String(32)),
+    Column("detail", Text),
+    Column("engines", Text, nullable=False, default="[]"),
+)
+
+# What a gateway asks of the controller.
+commands = Table(
+    "commands",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("kind", String(32), nullable=False),
+    Column("target", String(128), nullable=False),
+    Column("detail", Text),
+    Column("created_at", Float, nullable=False),
+    Column("done_at", Float),
+    Index("commands_open", "done_at"),
+)
+
+drains = Table(
+    "drains",
+    metadata,
+    Column("id", String(36), primary_key=True),
+    Column("run", ForeignKey("runs.run"), nullable=False),
+    Column("planned", Text, nullable=False),
+    Column("on_timeout", String(16), nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("deadline", Float, nullable=False),
+    Column("aborted_at", Float),
+    Column("ended_at", Float),
+    Column("receipt", Text),
+)
