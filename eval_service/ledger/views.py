@@ -30,6 +30,11 @@ from eval_service.ledger.schema import attempts, drains, points, runs, snapshots
 
 CONTROLLER_SILENT_S = 5.0
 _ENDS = tuple(state.value for state in ENDS)
+_SAME_NAMES = (
+    *("id", "run", "step", "suite", "kind", "force", "priority", "reservation", "state", "reason", "detail"),
+    *("superseded", "source", "weight_version", "pin_proof", "attempts", "score", "stderr", "lag_steps"),
+    *("created_at", "queued_at", "started_at", "ended_at", "samples_path"),
+)
 
 
 class Views:
@@ -227,11 +232,8 @@ def _points_query() -> Select[Any]:
 
 
 def _point_view(row: RowMapping, history: tuple[AttemptView, ...] = ()) -> PointView:
-    names = ("id", "run", "step", "suite", "kind", "force", "priority", "reservation", "state", "reason", "detail")
-    names += ("superseded", "source", "weight_version", "pin_proof", "attempts", "score", "stderr", "lag_steps")
-    names += ("created_at", "queued_at", "started_at", "ended_at", "samples_path")
     return PointView(
-        **{name: row[name] for name in names},
+        **{name: row[name] for name in _SAME_NAMES},
         snapshot=row["path"],
         digest=row["digest"] or row["claimed_digest"],
         metrics={name: Metric.model_validate(value) for name, value in json.loads(row["metrics"]).items()},
