@@ -213,6 +213,15 @@ class Intents:
                 run = select(drains.c.run).where(drains.c.id == drain).scalar_subquery()
                 connection.execute(update(runs).where(runs.c.run == run).values(state="drained"))
 
+    def probe(self) -> None:
+        """Whether the ledger can be written.
+
+        Raises:
+            Unavailable: it can't.
+        """
+        with self._db.writing():
+            pass
+
     # --- checks
 
     def _check_suites(self, suites: Sequence[str]) -> None:

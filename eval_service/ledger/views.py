@@ -127,6 +127,13 @@ class Views:
             points=dict(total),
         )
 
+    def reasons(self) -> dict[tuple[str, str, str], int]:
+        """How many ended without a result, by run, state and reason."""
+        columns = (points.c.run, points.c.state, points.c.reason)
+        query = select(*columns, func.count()).where(points.c.reason.is_not(None)).group_by(*columns)
+        with self._db.reading() as connection:
+            return {(run, state, reason): n for run, state, reason, n in connection.execute(query).all()}
+
     def controller_alive(self) -> bool:
         """Whether a controller has shown itself within the last seconds."""
         life = self._db.read_meta(CONTROLLER_AT)

@@ -1,0 +1,121 @@
+"""Generating a point's samples through the router: every one tagged with its engine and the weights it came from.
+
+Invariant: a sample counts only if the engine reports the pinned `weight_version` for it; else it is thrown away, the
+engine is reported as stale, and the sample runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from eval_service.suites.datasets import Prompt
+from eval_service.suites.generation import Generated, SampleFault, UnusableAnswer, parse_answer, request_for
+from eval_service.suites.suite import Suite
+from router.errors import NoTarget, RouterError
+from router.router import Router
+
+WORKERS = 1024  # requests that wait at the router at once; the rest are not made yet
+RERUNS = 5  # of one sample, after answers that are no use
+
+
+class Spoiled(Exception):
+    """A sample could not be had through no fault of its own: an infrastructure fault of the whole attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of one prompt: an answer, or the sample's own error."""
+
+    prompt: Prompt
+    generated: Generated | None
+    error: str | None
+    engine: str
+    latency_s: float
+
+
+class Generation:
+    """All samples of one attempt.
+
+    Args:
+        target: the router's target that the lane's proven engines are in.
+        weight_version: what every answer must carry.
+        stale: called with the id of an engine that reported another one.
+    """
+
+    def __init__(
+        self,
+        suite: Suite,
+        router: Router,
+        *,
+        target: str,
+        weight_version: str,
+        vocab_size: int,
+        timeout_s: float,
+        stale: Callable[[str], None],
+    ) -> None:
+        self._suite = suite
+        self._router = router
+        self._target = target
+        self._weight_version = weight_version
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._stale = stale
+        self._prompts = suite.prompts()
+        self._made = 0
+        self._answers: dict[int, Answered] = {}
+
+    @property
+    def unanswered(self) -> int:
+        """Samples that are not in yet."""
+        return len(self._prompts) - len(self._answers)
+
+    @property
+    def unsent(self) -> int:
+        """Samples that no engine works on yet."""
+        gate = self._router.stats().targets.get(self._target)
+        return len(self._prompts) - self._made + (gate.waiting if gate else 0)
+
+    async def run(self) -> list[Answered]:
+        """Generate them all, in the order of the prompts.
+
+        Raises:
+            ExceptionGroup: of `Spoiled`.
+        """
+        left = iter(self._prompts)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(WORKERS, len(self._prompts))):
+                group.create_task(self._work(left))
+        return [self._answers[prompt.index] for prompt in self._prompts]
+
+    async def _work(self, left: Iterator[Prompt]) -> None:
+        for prompt in left:
+            self._made += 1
+            self._answers[prompt.index] = await self._sample(prompt)
+
+    async def _sample(self, prompt: Prompt) -> Answered:
+        try:
+            request = request_for(prompt, self._suite.sampling, vocab_size=self._vocab_size)
+        except SampleFault as exc:
+            return Answered(prompt, None, str(exc), "", 0.0)
+        why = ""
+        for _ in range(RERUNS):
+            try:
+                answer = await self._router.post(self._target, "/generate", request, timeout_s=self._timeout_s)
+            except NoTarget:
+                raise
+            except RouterError as exc:
+                raise Spoiled(str(exc)) from exc
+            try:
+                generated = parse_answer(answer.status, answer.body)
+            except SampleFault as exc:
+                return Answered(prompt, None, str(exc), answer.upstream, answer.latency_s)
+            except UnusableAnswer as exc:
+                why = f"{answer.upstream}: {exc}"
+                continue
+            if generated.weight_version == self._weight_version:
+                return Answered(prompt, generated, None, answer.upstream, answer.latency_s)
+            why = f"{answer.upstream} reports weight_version {generated.weight_version!r}"
+            self._stale(answer.upstream)
+        raise Spoiled(f"no answer in {RERUNS} runs: {why}")

@@ -1,0 +1,40 @@
+"""`POST /drain` and `GET /drains/{id}`: long polls under one drain id, resumable after a restart of anything."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from eval_service.contract.wire import DrainRequest, Receipt
+from eval_service.gateway.services import LONG_POLL_S, Given, Services, poll_until
+
+routes = APIRouter(tags=["drain"])
+
+
+@routes.post("/drain")
+async def drain(request: DrainRequest, services: Given) -> Receipt:
+    """Begin a drain, or go on with one; answers when it is over, else after 20 s with `open` set."""
+    started = await asyncio.to_thread(services.intents.begin_drain, request)
+    services.wake()
+    return await _wait(services, started, LONG_POLL_S)
+
+
+@routes.get("/drains/{id}")
+async def receipt(
+    id: str,
+    services: Given,
+    wait_s: Annotated[float, Query(ge=0, le=LONG_POLL_S)] = 0.0,
+) -> Receipt:
+    """A drain's receipt; with `wait_s` it waits for the end."""
+    return await _wait(services, id, wait_s)
+
+
+async def _wait(services: Services, drain: str, wait_s: float) -> Receipt:
+    found = await poll_until(lambda: services.views.receipt(drain), lambda receipt: not receipt.open, wait_s)
+    if found.open:
+        return found
+    # Several callers may end it at once; the first receipt is kept, and all get that one.
+    await asyncio.to_thread(services.intents.end_drain, drain, found.model_dump_json())
+    return await asyncio.to_thread(services.views.receipt, drain)
