@@ -29,7 +29,7 @@ TRASH_PREFIX = ".trash-"
 BESIDE_THE_MODEL = frozenset({MANIFEST, DISPATCH, COMPLETE})
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_STEP_DIR = re.compile(r"step_(\d{1,12})-([0-9a-f]{8})")
+_STEP_DIR = re.compile(r"step_(0|[1-9][0-9]{0,12})-([0-9a-f]{8})")
 _NONCE = re.compile(r"[0-9a-f]{8,32}")
 
 
