@@ -15,7 +15,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_service.contract.errors import SnapshotFault
-from eval_service.contract.names import MANIFEST
+from eval_service.contract.names import MANIFEST, NONCE
 
 FORMAT_VERSION = 1
 
@@ -85,7 +85,7 @@ class Manifest(BaseModel):
     tensor_digest: str
     canary: Canary | None = None
     exporter: str = Field(description="name and version of what wrote it")
-    nonce: str | None = Field(default=None, description="of the export; GC compares it with the ledger's")
+    nonce: str | None = Field(default=None, pattern=NONCE.pattern, description="of the export; GC compares it")
 
     @model_validator(mode="after")
     def _lists_agree(self) -> Self:
