@@ -51,6 +51,18 @@ class Report:
         """Whether the snapshot may be pinned."""
         return not self.faults
 
+    def admitted(self) -> Admitted:
+        """The snapshot as one that may be pinned.
+
+        Raises:
+            SnapshotFault: the first fault, of the class that its code names, where there is one.
+        """
+        if self.faults:
+            raise self.faults[0].error(others=len(self.faults) - 1)
+        assert self.manifest is not None
+        assert self.facts is not None
+        return Admitted(self.directory, self.manifest, self.facts, self.described)
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
@@ -74,12 +86,14 @@ def admit(
 ) -> Admitted:
     """Check a snapshot; nothing is read in full once a cheap check has failed.
 
+    Use `find_faults` where a bad snapshot's manifest is wanted too (GC needs its nonce to ever delete it).
+
     Raises:
         SnapshotMissing: the directory, marker or manifest is not there; ask again within the visibility timeout.
         SnapshotUnsafe: outside the roots, a link that leads out, or code of its own.
         SnapshotFault: anything else; the first fault, by name.
     """
-    report = find_faults(
+    return find_faults(
         directory,
         source=source,
         roots=roots,
@@ -87,12 +101,7 @@ def admit(
         run=run,
         step=step,
         allow_auto_map=allow_auto_map,
-    )
-    if report.faults:
-        raise report.faults[0].error(others=len(report.faults) - 1)
-    assert report.manifest is not None
-    assert report.facts is not None
-    return Admitted(report.directory, report.manifest, report.facts, report.described)
+    ).admitted()
 
 
 def find_faults(
