@@ -15,6 +15,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
+from eval_service.contract.names import check_run
 from eval_service.contract.wire import (
     DispatchReply,
     DispatchRequest,
@@ -82,11 +83,11 @@ class EvalClient:
 
     def put_run(self, run: str, spec: RunSpec) -> RunView:
         """Make a run known, or change it."""
-        return self._call(RunView, "PUT", f"/runs/{run}", body=spec)
+        return self._call(RunView, "PUT", f"/runs/{check_run(run)}", body=spec)
 
     def progress(self, run: str, step: int) -> None:
         """Tell the trainer's step, so that lag can be known."""
-        self._send("POST", f"/runs/{run}/progress", body=Progress(step=step))
+        self._send("POST", f"/runs/{check_run(run)}/progress", body=Progress(step=step))
 
     def dispatch(self, request: DispatchRequest) -> DispatchReply:
         """Reserve, or hand a snapshot over; one call.
@@ -102,6 +103,7 @@ class EvalClient:
         """Reserve, waiting for room up to a deadline.
 
         Raises:
+            Busy: there was no room up to the deadline, and the service gave no final answer.
             Unavailable: the service can't be reached.
         """
         until = self._clock() + deadline_s
@@ -110,6 +112,8 @@ class EvalClient:
             try:
                 return self.dispatch(request.model_copy(update={"wait_s": left}))
             except Busy:
+                if left == 0.0:
+                    raise
                 self._sleep(min(0.2, left))
 
     def report(self, point: str, detail: str) -> PointView:
@@ -127,6 +131,8 @@ class EvalClient:
     ) -> Receipt:
         """Wait until every point of the run has ended, over restarts of anything, and return the receipt.
 
+        It is still `open` only where the service has kept it open well past the deadline.
+
         Raises:
             Unavailable: the service could not be reached up to the deadline.
         """
@@ -137,7 +143,7 @@ class EvalClient:
         while True:
             try:
                 receipt = self._call(Receipt, "POST", "/drain", body=request, extra_s=LONG_POLL_S)
-                if not receipt.open:
+                if not receipt.open or self._clock() >= until + LONG_POLL_S:
                     return receipt
                 if on_progress is not None:
                     on_progress(receipt)
@@ -158,7 +164,7 @@ class EvalClient:
 
     def run(self, run: str) -> RunView:
         """One run."""
-        return self._call(RunView, "GET", f"/runs/{run}")
+        return self._call(RunView, "GET", f"/runs/{check_run(run)}")
 
     def points(self, **query: str | int) -> PointPage:
         """Points by run, state, suite, step."""

@@ -6,17 +6,27 @@ same weights exported twice have the same digest. `tensor_digest` covers names, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_service.contract.errors import SnapshotFault
-from eval_service.contract.names import MANIFEST
+from eval_service.contract.names import MANIFEST, NONCE
 
 FORMAT_VERSION = 1
+
+
+def _file_name(name: str) -> str:
+    if name in (".", "..") or not 0 < len(name) < 256 or any(c in name for c in "/\\\0"):
+        raise ValueError("must be the name of a file in the snapshot's own directory")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
 _Entry = TypeVar("_Entry", "FileEntry", "TensorEntry")
 
 
@@ -25,7 +35,7 @@ class FileEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^[^/\\\x00]{1,255}$")
+    name: FileName
     size_bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
@@ -37,8 +47,8 @@ class TensorEntry(BaseModel):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    file: str
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    file: FileName
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
@@ -52,7 +62,7 @@ class Canary(BaseModel):
 
     dtype: str = Field(description="of the forward pass: float32 or bfloat16; it picks the tolerance")
     token_ids: tuple[tuple[int, ...], ...] = Field(min_length=1)
-    logprobs: tuple[tuple[float, ...], ...]
+    logprobs: tuple[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], ...]
 
     @model_validator(mode="after")
     def _rows_match(self) -> Self:
@@ -75,7 +85,19 @@ class Manifest(BaseModel):
     tensor_digest: str
     canary: Canary | None = None
     exporter: str = Field(description="name and version of what wrote it")
-    nonce: str | None = Field(default=None, description="of the export; GC compares it with the ledger's")
+    nonce: str | None = Field(default=None, pattern=NONCE.pattern, description="of the export; GC compares it")
+
+    @model_validator(mode="after")
+    def _lists_agree(self) -> Self:
+        files = {entry.name for entry in self.files}
+        for entries in (self.files, self.tensors):
+            name, count = next(iter(Counter(entry.name for entry in entries).most_common(1)), ("", 0))
+            if count > 1:
+                raise ValueError(f"{name} is listed twice")
+        for entry in self.tensors:
+            if entry.file not in files:
+                raise ValueError(f"tensor {entry.name} lies in {entry.file}, which is not listed")
+        return self
 
     @classmethod
     def build(
@@ -89,19 +111,33 @@ class Manifest(BaseModel):
         canary: Canary | None = None,
         nonce: str | None = None,
     ) -> Self:
-        """Sort, digest and assemble."""
+        """Sort, digest and assemble.
+
+        Raises:
+            SnapshotFault: a file or tensor is listed twice, or a tensor lies in a file that is not listed.
+        """
         files, tensors = _sorted(files), _sorted(tensors)
-        return cls(
-            run=run,
-            step=step,
-            files=files,
-            tensors=tensors,
-            digest=files_digest(files),
-            tensor_digest=tensors_digest(tensors),
-            canary=canary,
-            exporter=exporter,
-            nonce=nonce,
-        )
+        try:
+            return cls(
+                run=run,
+                step=step,
+                files=files,
+                tensors=tensors,
+                digest=files_digest(files),
+                tensor_digest=tensors_digest(tensors),
+                canary=canary,
+                exporter=exporter,
+                nonce=nonce,
+            )
+        except ValidationError as exc:
+            raise SnapshotFault(validation_message(exc), field=MANIFEST) from exc
+
+
+def validation_message(exc: ValidationError) -> str:
+    """The first fault that pydantic found, on one line."""
+    fault = exc.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    return f"{where}: {fault['msg']}" if where else fault["msg"]
 
 
 def _sorted(entries: Iterable[_Entry]) -> tuple[_Entry, ...]:
@@ -135,8 +171,10 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as exc:
         raise SnapshotFault(f"{MANIFEST} is not there", field=MANIFEST) from exc
-    except (OSError, ValidationError) as exc:
-        raise SnapshotFault(f"{MANIFEST} can't be read: {exc}", field=MANIFEST) from exc
+    except ValidationError as exc:
+        raise SnapshotFault(f"{MANIFEST} is not one of ours: {validation_message(exc)}", field=MANIFEST) from exc
+    except OSError as exc:
+        raise SnapshotFault(f"{MANIFEST} can't be read: {exc.strerror}", field=MANIFEST) from exc
     if manifest.format_version != FORMAT_VERSION:
         raise SnapshotFault(f"format version {manifest.format_version} is not known", field="format_version")
     if manifest.digest != files_digest(manifest.files) or manifest.tensor_digest != tensors_digest(manifest.tensors):

@@ -29,8 +29,8 @@ TRASH_PREFIX = ".trash-"
 BESIDE_THE_MODEL = frozenset({MANIFEST, DISPATCH, COMPLETE})
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_STEP_DIR = re.compile(r"step_(\d{1,12})-([0-9a-f]{8})")
-_NONCE = re.compile(r"[0-9a-f]{8,32}")
+_STEP_DIR = re.compile(r"step_(0|[1-9][0-9]{0,12})-([0-9a-f]{8})")
+NONCE = re.compile(r"^[0-9a-f]{8,32}$")
 
 
 class StepDir(NamedTuple):
@@ -99,6 +99,6 @@ def samples_file(root: str | Path, run: str, step: int, suite: str, point: str) 
 
 
 def _checked_nonce(nonce: str) -> str:
-    if not _NONCE.fullmatch(nonce):
+    if not NONCE.fullmatch(nonce):
         raise ValueError(f"not a nonce: {nonce!r}")
     return nonce

@@ -36,7 +36,7 @@ class Outbox:
     def pending(self) -> Iterator[tuple[Path, DispatchRequest]]:
         """What is kept, oldest step first. A file that is no request is left where it is."""
         found = []
-        for path in self._files():
+        for path in self.files():
             try:
                 found.append((path, DispatchRequest.model_validate_json(path.read_bytes())))
             except (OSError, ValidationError):
@@ -46,7 +46,7 @@ class Outbox:
     def unreadable(self) -> list[Path]:
         """Files that are no request, for a warning."""
         readable = {path for path, _ in self.pending()}
-        return [path for path in self._files() if path not in readable]
+        return [path for path in self.files() if path not in readable]
 
     def drop(self, path: Path) -> None:
         """It was sent."""
@@ -56,7 +56,8 @@ class Outbox:
         """Keep the receipt of a drain that could not be had."""
         return self._write(names.RECEIPT, receipt.model_dump_json(indent=1))
 
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
+        """The files that hold, or should hold, a request."""
         if not self.directory.is_dir():
             return []
         return sorted(path for path in self.directory.glob("*.json") if path.name != names.RECEIPT)
@@ -65,6 +66,13 @@ class Outbox:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / name
         beside = self.directory / f".{name}.{uuid.uuid4().hex[:8]}"
-        beside.write_text(text)
-        os.replace(beside, path)
+        try:
+            with beside.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
         return path

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,9 @@ class TensorSpan:
     end: int
 
 
+Watch = Callable[[TensorSpan, bytes], None]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorData:
     """A tensor to be written: `data` is C-contiguous little-endian bytes of `shape` x `dtype`."""
@@ -59,7 +62,7 @@ class TensorData:
     @property
     def size_bytes(self) -> int:
         """Bytes that dtype and shape call for."""
-        return _size_bytes(self.dtype, self.shape)
+        return _size_bytes(self.name, self.dtype, self.shape)
 
 
 def write_safetensors(path: Path, tensors: Sequence[TensorData]) -> tuple[FileEntry, list[TensorEntry]]:
@@ -76,7 +79,7 @@ def write_safetensors(path: Path, tensors: Sequence[TensorData]) -> tuple[FileEn
     with path.open("xb") as file:
         file.write(header)
         for tensor in tensors:
-            view = memoryview(tensor.data).cast("B")
+            view = _bytes_of(tensor.data)
             if view.nbytes != tensor.size_bytes:
                 raise ValueError(f"{tensor.name} has {view.nbytes} bytes; {tensor.dtype} {tensor.shape} wants others")
             own = xxhash.xxh3_128()
@@ -110,8 +113,11 @@ def read_spans(path: Path) -> list[TensorSpan]:
         return _read_spans(file, size, path.name)
 
 
-def describe_file(path: Path) -> tuple[FileEntry, list[TensorEntry]]:
+def describe_file(path: Path, watch: Watch | None = None) -> tuple[FileEntry, list[TensorEntry]]:
     """Hash a file and each tensor in it, in one pass.
+
+    Args:
+        watch: is shown each tensor's bytes as they are read, in chunks of whole elements.
 
     Raises:
         SnapshotFault: as `read_spans`.
@@ -128,6 +134,8 @@ def describe_file(path: Path) -> tuple[FileEntry, list[TensorEntry]]:
             for chunk in _read_chunks(file, span.end - span.begin):
                 own.update(chunk)
                 whole.update(chunk)
+                if watch is not None:
+                    watch(span, chunk)
             entries.append(
                 TensorEntry(
                     name=span.name, dtype=span.dtype, shape=span.shape, file=path.name, xxh3_128=own.hexdigest()
@@ -171,7 +179,7 @@ def _read_spans(file: BinaryIO, size: int, name: str) -> list[TensorSpan]:
     spans = [_span(key, cast("dict[str, Any]", value), start) for key, value in table.items() if key != "__metadata__"]
     at = start
     for span in sorted(spans, key=lambda span: (span.begin, span.end)):
-        if span.begin != at or span.end - span.begin != _size_bytes(span.dtype, span.shape):
+        if span.begin != at or span.end - span.begin != _size_bytes(span.name, span.dtype, span.shape):
             raise SnapshotFault(f"{name}: {span.name} does not lie where its dtype and shape put it", field=span.name)
         at = span.end
     if at != size:
@@ -184,13 +192,20 @@ def _span(name: str, value: dict[str, Any], start: int) -> TensorSpan:
     return TensorSpan(name, str(value["dtype"]), tuple(int(n) for n in value["shape"]), start + begin, start + end)
 
 
-def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def _size_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in ITEM_BYTES:
-        raise SnapshotFault(f"dtype {dtype} is not known", field="dtype")
+        raise SnapshotFault(f"dtype {dtype} is not known", field=name, hint=f"one of {', '.join(ITEM_BYTES)}")
     size = ITEM_BYTES[dtype]
     for extent in shape:
+        if extent < 0:
+            raise SnapshotFault(f"a shape of {list(shape)} can't be", field=name)
         size *= extent
     return size
+
+
+def _bytes_of(data: Any) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a view without bytes can't be cast
 
 
 def _chunks(view: memoryview) -> Iterator[memoryview]:
@@ -213,5 +228,5 @@ def _faults_of(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise SnapshotFault(f"{path.name} can't be read: {exc.strerror}", field=path.name) from exc
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise SnapshotFault(f"{path.name} has no sound safetensors header: {exc}", field=path.name) from exc

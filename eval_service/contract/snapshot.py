@@ -23,6 +23,8 @@ from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import Canary, FileEntry, Manifest, TensorEntry, read_manifest
 from eval_service.contract.safetensors_io import TensorData, describe_file, hash_file, write_safetensors
 
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -142,24 +144,37 @@ class SnapshotWriter:
             self.add_bytes(names.INDEX, json.dumps(index, indent=1).encode())
 
 
+def model_files(directory: Path) -> list[Path]:
+    """The files that make a model, by name.
+
+    Only regular files at the top level count. Hidden files, what an exporter writes beside the model, and pickles
+    (`*.bin`, `*.pt` and the like, which are never opened) do not.
+
+    Raises:
+        SnapshotFault: the directory can't be read.
+    """
+    try:
+        found = sorted(path for path in directory.iterdir() if path.is_file())
+    except OSError as exc:
+        raise SnapshotFault(f"{directory} can't be read: {exc.strerror}", field="snapshot") from exc
+    return [path for path in found if is_of_model(path.name)]
+
+
+def is_of_model(name: str) -> bool:
+    """Whether a file of this name counts as part of a model that has no manifest."""
+    beside = name.startswith(".") or name in names.BESIDE_THE_MODEL
+    return not beside and Path(name).suffix not in PICKLE_SUFFIXES
+
+
 def describe_directory(directory: Path, *, run: str, step: int, exporter: str = "described") -> Manifest:
     """Make the manifest of a directory that has none (a base model, another exporter's); hashes every file.
-
-    Only regular files at the top level count; directories, hidden files and what an exporter writes beside the model do
-    not.
 
     Raises:
         SnapshotFault: no safetensors file, or one that is not sound.
     """
     files: list[FileEntry] = []
     tensors: list[TensorEntry] = []
-    try:
-        found = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
-    except OSError as exc:
-        raise SnapshotFault(f"{directory} can't be read: {exc.strerror}", field="snapshot") from exc
-    for path in found:
-        if path.name in names.BESIDE_THE_MODEL:
-            continue
+    for path in model_files(directory):
         if path.suffix == ".safetensors":
             entry, described = describe_file(path)
             tensors.extend(described)

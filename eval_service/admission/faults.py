@@ -1,0 +1,79 @@
+"""What is wrong with a snapshot, as data, so that all of it can be shown at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from eval_service.contract.errors import SnapshotFault, SnapshotMissing, SnapshotUnsafe
+
+
+class FaultCode(StrEnum):
+    """What a fault means for the point; the codes of the contract's errors."""
+
+    MISSING = SnapshotMissing.code  # no directory, marker or manifest (yet): ask again within the visibility timeout
+    UNSAFE = SnapshotUnsafe.code  # outside the allowed roots, or a link that leads out
+    INVALID = SnapshotFault.code  # it is there and is not what it says
+
+
+_ERRORS = {
+    FaultCode.MISSING: SnapshotMissing,
+    FaultCode.UNSAFE: SnapshotUnsafe,
+    FaultCode.INVALID: SnapshotFault,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong.
+
+    `field` is the file, tensor or config key. `may_appear`: a shared file system may show what is lacking a moment
+    later (also true of a listed file that is absent or short, though that one's code is `snapshot_invalid`).
+    """
+
+    code: FaultCode
+    field: str
+    message: str
+    hint: str | None = None
+    may_appear: bool = False
+
+    def error(self, others: int = 0) -> SnapshotFault:
+        """The contract's error for this fault; `others` is how many more there are."""
+        more = f"; and {others} more, see `evalfleet doctor`" if others else ""
+        return _ERRORS[self.code](self.message + more, field=self.field, hint=self.hint)
+
+
+@dataclass(slots=True)
+class Findings:
+    """The faults found so far, in the order of the checks."""
+
+    faults: list[Fault] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.faults)
+
+    def missing(self, field: str, message: str, hint: str | None = None) -> None:
+        """Not there (yet)."""
+        self.faults.append(Fault(FaultCode.MISSING, field, message, hint, may_appear=True))
+
+    def unsafe(self, field: str, message: str, hint: str | None = None) -> None:
+        """Leads where it may not."""
+        self.faults.append(Fault(FaultCode.UNSAFE, field, message, hint))
+
+    def invalid(self, field: str, message: str, hint: str | None = None, *, may_appear: bool = False) -> None:
+        """There, and not what it says."""
+        self.faults.append(Fault(FaultCode.INVALID, field, message, hint, may_appear))
+
+    def raised(self, error: SnapshotFault, field: str) -> None:
+        """Take in a fault that was raised while a file was read."""
+        self.invalid(error.field or field, error.message, error.hint)
+
+    def has(self, *codes: FaultCode) -> bool:
+        """Whether any fault has one of these codes."""
+        return any(fault.code in codes for fault in self.faults)
+
+
+def distinct(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    """Without repetitions, in order."""
+    return tuple(dict.fromkeys(faults))

@@ -1,0 +1,1 @@
+"""Deleting snapshots that nobody needs: `plan` says which (pure), `collect` does it (careful)."""

@@ -1,0 +1,173 @@
+"""Deleting, with the care that a wrong plan, a renamed directory or a planted link can do no harm.
+
+A snapshot is renamed to `.trash-<nonce>` in its own run's root and then removed, so no reader ever sees half of one.
+Everything is done relative to an open handle of the run's root; no link is followed. Blocks: call it from a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval_service.contract import names
+from eval_service.contract.errors import EvalfleetError, SnapshotFault
+from eval_service.contract.manifest import read_manifest
+from eval_service.gc.plan import Deletion, Leftover, LeftoverKind
+
+
+class Refused(EvalfleetError):
+    """A directory is not what the plan says, so it is left alone."""
+
+    code = "gc_refused"
+    status = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A directory that is gone now. `freed_bytes` counts no file that another name still holds."""
+
+    name: str
+    freed_bytes: int
+
+
+def collect(deletion: Deletion, root: Path) -> Collected:
+    """Delete one snapshot; one that is gone already (an earlier try was cut short) is a success of 0 bytes.
+
+    Args:
+        root: the run's configured root, under which `<run>/` lies.
+
+    Raises:
+        Refused: path, step, digest or nonce disagree with what lies there, or it lies elsewhere.
+        OSError: the file system would not have it.
+    """
+    name = _own_name(deletion, root)
+    trash = names.trash_name(deletion.nonce)
+    with _run_root(root, deletion.run) as handle:
+        if handle is None:
+            return Collected(name, 0)
+        freed = _remove(handle, trash)  # of a try that was cut short
+        if _is_there(handle, name):
+            _check_ours(deletion, names.run_dir(root, deletion.run) / name)
+            os.rename(name, trash, src_dir_fd=handle, dst_dir_fd=handle)
+            freed += _remove(handle, trash)
+    return Collected(name, freed)
+
+
+def find_leftovers(root: Path, run: str) -> list[Leftover]:
+    """The `.partial-*` and `.trash-*` directories of a run; reads only."""
+    found = []
+    with _run_root(root, run) as handle:
+        if handle is None:
+            return []
+        for entry in sorted(os.listdir(handle)):
+            kind = _kind(entry)
+            if kind is None:
+                continue
+            try:
+                touched_at = _touched_at(handle, entry)
+            except (OSError, Refused):
+                continue  # published or removed while we looked, or no directory of ours
+            found.append(Leftover(run, entry, kind, touched_at))
+    return found
+
+
+def remove_leftover(leftover: Leftover, root: Path) -> Collected:
+    """Delete one leftover.
+
+    Raises:
+        Refused: its name is not that of a leftover, or the run's root is not its own.
+        OSError: the file system would not have it.
+    """
+    if _kind(leftover.name) is not leftover.kind:
+        raise Refused(f"{leftover.name!r} is not the name of a leftover", field="name")
+    with _run_root(root, leftover.run) as handle:
+        return Collected(leftover.name, _remove(handle, leftover.name) if handle is not None else 0)
+
+
+def _own_name(deletion: Deletion, root: Path) -> str:
+    """The directory's name, if its path is directly in the run's own root and names its step and digest."""
+    path, own = Path(deletion.path), names.run_dir(root, deletion.run)
+    if not names.NONCE.fullmatch(deletion.nonce):
+        raise Refused(f"{deletion.nonce!r} is no nonce", field="nonce")
+    if path.parent not in (own, own.parent.resolve() / own.name):
+        raise Refused(f"{path} does not lie in the run's own root {own}", field="path")
+    if names.parse_step_dir(path.name) != (deletion.step, deletion.digest[:8]):
+        raise Refused(f"{path.name} is not the name of step {deletion.step} and {deletion.digest[:8]}", field="path")
+    return path.name
+
+
+def _check_ours(deletion: Deletion, directory: Path) -> None:
+    if (directory / names.MANIFEST).is_symlink():
+        raise Refused(f"{directory.name}: its manifest is a link", field="path")
+    try:
+        manifest = read_manifest(directory)
+    except SnapshotFault as exc:
+        raise Refused(f"{directory.name}: {exc}", field="path") from exc
+    held = (manifest.run, manifest.step, manifest.digest, manifest.nonce)
+    if held != (deletion.run, deletion.step, deletion.digest, deletion.nonce):
+        raise Refused(f"{directory.name} is another export than the ledger's", field="nonce")
+
+
+@contextmanager
+def _run_root(root: Path, run: str) -> Iterator[int | None]:
+    """A handle of `<root>/<run>`, which must be a directory itself and no link; None where there is nothing."""
+    own = root.resolve() / names.check_run(run)
+    try:
+        handle = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as exc:
+        raise Refused(f"{own} can't be opened as a directory: {exc.strerror}", field="root") from exc
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _kind(name: str) -> LeftoverKind | None:
+    if name.startswith(names.PARTIAL_PREFIX):
+        return LeftoverKind.PARTIAL
+    return LeftoverKind.TRASH if name.startswith(names.TRASH_PREFIX) else None
+
+
+def _is_there(handle: int, name: str) -> bool:
+    """Whether `name` is a directory.
+
+    Raises:
+        Refused: it is something else, such as a link.
+    """
+    try:
+        mode = os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(mode):
+        raise Refused(f"{name} is no directory", field="path")
+    return True
+
+
+def _remove(handle: int, name: str) -> int:
+    if not _is_there(handle, name):
+        return 0
+    freed = 0
+    for _, _, files, where in os.fwalk(name, dir_fd=handle, follow_symlinks=False):
+        for file in files:
+            info = os.stat(file, dir_fd=where, follow_symlinks=False)
+            freed += info.st_size if info.st_nlink == 1 else 0
+    shutil.rmtree(name, dir_fd=handle)
+    return freed
+
+
+def _touched_at(handle: int, name: str) -> float:
+    if not _is_there(handle, name):
+        raise FileNotFoundError(name)
+    newest = os.stat(name, dir_fd=handle, follow_symlinks=False).st_mtime
+    for _, _, files, where in os.fwalk(name, dir_fd=handle, follow_symlinks=False):
+        for file in files:
+            newest = max(newest, os.stat(file, dir_fd=where, follow_symlinks=False).st_mtime)
+    return newest

@@ -1,0 +1,92 @@
+"""`suites.toml`, as written: strict, frozen, no defaults that hide.
+
+[suites.letters]
+scorer = "exact"
+max_error_rate = 0.05
+sampling = { max_new_tokens = 16 }
+datasets = [{ name = "reverse", path = "reverse.jsonl", limit = 100, seed = 0 }]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from eval_service.contract.wire import SuiteName
+from eval_service.fleet_config import Section
+from eval_service.suites.scorers import SCORERS
+
+
+class SamplingConfig(Section):
+    """`sampling`: how an answer is generated."""
+
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="-1: all tokens")
+    max_new_tokens: int = Field(default=256, ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+    @field_validator("top_k")
+    @classmethod
+    def _not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 leaves no token to choose; use -1 for all of them")
+        return value
+
+
+class DatasetConfig(Section):
+    """`datasets`: a JSONL file, and which columns of it are what."""
+
+    name: SuiteName
+    path: Path = Field(description="JSONL; relative to the suites file")
+    prompt: str = Field(default="prompt", min_length=1, description="column with the rendered prompt")
+    answer: str = Field(default="answer", min_length=1, description="column with the expected answer")
+    prompt_ids: str | None = Field(default=None, description="column with token ids, sent in the text's place")
+    limit: int | None = Field(default=None, ge=1, description="rows, drawn with `seed`; None: all of them")
+    seed: int = 0
+
+
+class SuiteConfig(Section):
+    """`[suites.NAME]`."""
+
+    datasets: tuple[DatasetConfig, ...] = Field(min_length=1)
+    sampling: SamplingConfig = SamplingConfig()
+    scorer: str = "exact"
+    metric: str | None = Field(default=None, description="the headline; None: the scorer's, over all datasets")
+    max_error_rate: float = Field(default=0.05, ge=0, le=1, description="more errored samples fail the point")
+    prompt_format: Literal["rendered"] = "rendered"
+
+    @field_validator("scorer")
+    @classmethod
+    def _known_scorer(cls, value: str) -> str:
+        if value not in SCORERS:
+            raise ValueError(f"there is no scorer {value!r}; there are {', '.join(sorted(SCORERS))}")
+        return value
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        names = [dataset.name for dataset in self.datasets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"datasets: the name {twice[0]!r} is used twice")
+        if self.headline not in self.metrics:
+            raise ValueError(f"metric: there is no {self.headline!r}; there are {', '.join(self.metrics)}")
+        return self
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The scorer's metric over all datasets, then by dataset."""
+        metric = SCORERS[self.scorer].metric
+        return (metric, *(f"{dataset.name}/{metric}" for dataset in self.datasets))
+
+    @property
+    def headline(self) -> str:
+        """The name of the suite's one number."""
+        return self.metric or SCORERS[self.scorer].metric
+
+
+class SuitesConfig(Section):
+    """The whole of `suites.toml`."""
+
+    suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)

@@ -1,0 +1,142 @@
+"""What is sent to SGLang's `/generate`, and what comes back.
+
+Two kinds of trouble: a SampleFault is the sample's own and final (a prompt that the engine refuses); an UnusableAnswer
+is infrastructure's, and the sample is run again. Token ids are checked against the vocabulary here, before they are
+sent: one beyond it kills the whole engine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eval_service.contract.errors import EvalfleetError
+from eval_service.suites.config import SamplingConfig
+from eval_service.suites.datasets import Prompt
+
+# Refusals that say nothing about the sample: a key that is not this server's, a route that is not there, no room.
+_NOT_THE_SAMPLES = frozenset({401, 403, 404, 405, 408, 421, 425, 429})
+
+
+class SampleFault(EvalfleetError):
+    """The sample's own error: it would be the same on any engine."""
+
+    code = "sample_fault"
+    status = 422
+
+
+class UnusableAnswer(EvalfleetError):
+    """What came is no answer to this sample; it is to be run again."""
+
+    code = "unusable_answer"
+    status = 502
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """An engine's answer. `finish_reason` is `stop` or `length`; `output` is the text without the prompt."""
+
+    output: str
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    weight_version: str
+
+
+def request_for(prompt: Prompt, sampling: SamplingConfig, *, vocab_size: int | None = None) -> dict[str, Any]:
+    """The JSON body for `/generate`.
+
+    Raises:
+        SampleFault: token ids outside [0, vocab_size), or given while the vocabulary's size is not known.
+    """
+    asked: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+    }
+    if sampling.stop:
+        asked["stop"] = list(sampling.stop)
+    if prompt.ids is None:
+        return {"text": prompt.text, "sampling_params": asked}
+    check_ids(prompt.ids, vocab_size)
+    return {"input_ids": list(prompt.ids), "sampling_params": asked}
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
+    """Refuse token ids that the model has not.
+
+    Raises:
+        SampleFault: names the id and its place.
+    """
+    if vocab_size is None:
+        raise SampleFault("the vocabulary's size is not known, so token ids can't be checked", field="prompt_ids")
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise SampleFault(
+                f"token id {token} at place {place} is outside the vocabulary",
+                field="prompt_ids",
+                hint=f"ids of this model are 0 to {vocab_size - 1}; was another tokenizer used?",
+            )
+
+
+def parse_answer(status: int, body: bytes) -> Generated:
+    """Read an answer of `/generate`, whatever its status.
+
+    Raises:
+        SampleFault: a 4xx that is about the prompt.
+        UnusableAnswer: any other status, a body that is no answer, or a generation that was aborted.
+    """
+    if 400 <= status < 500 and status not in _NOT_THE_SAMPLES:
+        raise SampleFault(f"the engine refused it with {status}: {_message(body)}")
+    if status != 200:
+        raise UnusableAnswer(f"the engine answered {status}: {_message(body)}")
+    try:
+        answer = _Answer.model_validate_json(body)
+    except ValidationError as exc:
+        fault = exc.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        raise UnusableAnswer(f"no answer of /generate: {fault['msg']}", field=key or None) from exc
+    meta = answer.meta_info
+    if meta.finish_reason.type not in ("stop", "length"):
+        raise UnusableAnswer(f"the generation ended as {meta.finish_reason.type}: {meta.finish_reason.message}")
+    return Generated(
+        output=answer.text,
+        finish_reason=meta.finish_reason.type,
+        prompt_tokens=meta.prompt_tokens,
+        output_tokens=meta.completion_tokens,
+        weight_version=meta.weight_version,
+    )
+
+
+class _Foreign(BaseModel):
+    """The parts of SGLang's answer that are read; the rest is its own affair."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _FinishReason(_Foreign):
+    type: str
+    message: str | None = None
+
+
+class _Meta(_Foreign):
+    finish_reason: _FinishReason
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    weight_version: str
+
+
+class _Answer(_Foreign):
+    text: str
+    meta_info: _Meta
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return body[:500].decode(errors="replace")

@@ -1,0 +1,112 @@
+"""Suites as loaded: everything is read and checked at once, so a suite that exists can be run.
+
+The digest covers the configuration and the datasets' bytes, not where they lie: suites with one digest ask the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from eval_service.contract.errors import ConfigError
+from eval_service.fleet_config import validated
+from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
+from eval_service.suites.datasets import Dataset, Prompt, read_dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What is asked of a snapshot."""
+
+    name: str
+    digest: str
+    config: SuiteConfig
+    datasets: tuple[Dataset, ...]
+
+    @property
+    def scorer(self) -> str:
+        """The scorer's registered name."""
+        return self.config.scorer
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How answers are generated."""
+        return self.config.sampling
+
+    @property
+    def headline(self) -> str:
+        """The name of the metric that is the suite's score."""
+        return self.config.headline
+
+    @property
+    def max_error_rate(self) -> float:
+        """The share of errored samples above which a point fails."""
+        return self.config.max_error_rate
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Every prompt, in the order of `Prompt.index`."""
+        return tuple(row for dataset in self.datasets for row in dataset.rows)
+
+
+def load_suites(path: Path) -> dict[str, Suite]:
+    """Read a suites file and all of its datasets.
+
+    Raises:
+        ConfigError: names the file, the line and the key, or the dataset's line and column.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"{path} can't be read: {exc}", hint="see docs/configuration.md") from exc
+    try:
+        config = validated(SuitesConfig, table, path)
+    except ConfigError as exc:
+        raise _with_line(exc, text) from exc
+    base = path.resolve().parent
+    return {name: _load(name, suite, base, text) for name, suite in config.suites.items()}
+
+
+def _load(name: str, config: SuiteConfig, base: Path, text: str) -> Suite:
+    datasets: list[Dataset] = []
+    for number, dataset in enumerate(config.datasets):
+        try:
+            datasets.append(read_dataset(dataset, base, sum(len(read.rows) for read in datasets)))
+        except ConfigError as exc:
+            key = f"suites.{name}.datasets.{number}" + (f".{exc.field}" if exc.field else "")
+            raise _with_line(ConfigError(exc.message, field=key, hint=exc.hint), text) from exc
+    return Suite(name, _digest(config, datasets), config, tuple(datasets))
+
+
+def _digest(config: SuiteConfig, datasets: list[Dataset]) -> str:
+    asked = config.model_dump(mode="json", exclude={"datasets": {"__all__": {"path"}}})
+    asked["bytes"] = [dataset.digest for dataset in datasets]
+    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
+
+
+def _with_line(error: ConfigError, text: str) -> ConfigError:
+    number = line_of(text, (error.field or "").split("."))
+    where = f"line {number}: " if number else ""
+    return ConfigError(where + error.message, field=error.field, hint=error.hint)
+
+
+def line_of(text: str, key: list[str]) -> int | None:
+    """The line of a TOML text where a dotted key is set, or the nearest table around it; None if neither is found.
+
+    The parser keeps no positions, so this looks for the innermost name of the key at or after its table's header.
+    """
+    line, found = 0, None
+    lines = text.splitlines()
+    for part in key:
+        if part.isdecimal():
+            continue
+        pattern = re.compile(rf"""(^|[\s\[.{{,"'])({re.escape(part)})["']?\s*([=\].]|$)""")
+        hit = next((i for i in range(line, len(lines)) if pattern.search(lines[i])), None)
+        if hit is not None:
+            line, found = hit, hit + 1
+    return found

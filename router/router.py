@@ -1,0 +1,294 @@
+"""Requests in, whole answers out: named targets, least in flight, replay, ejection. A library; one event loop owns it.
+
+Invariants: every granted slot is given back exactly once; a request is at work on at most one upstream at a time; a 4xx
+is an answer and never counts against anybody; a replay is safe only for requests without side effects, which is what
+this router is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+from router.errors import DeadlinePassed, NoTarget, NoUpstream, QueueFull, UpstreamFailed, WaitTimeout
+from router.faults import TRANSPORT_ERRORS, Fault, FaultKind, fault_of
+from router.gate import Gate
+from router.limits import Limits
+from router.stats import Stats, TargetStats, Totals, UpstreamStats
+from router.transport import Reply, Transport
+from router.upstream import Run, Slots, Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer below 500. `attempts` counts runs, `latency_s` is the last one's, without any wait at the gate."""
+
+    status: int
+    body: bytes
+    upstream: str
+    attempts: int
+    latency_s: float
+
+
+@dataclass(slots=True)
+class _Call:
+    """One request of a caller, through all its runs."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+    deadline: float
+    faults: list[Fault] = field(default_factory=list)
+    attempts: int = 0
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        return frozenset(fault.upstream for fault in self.faults)
+
+    def remaining_s(self, now: float) -> float:
+        return max(self.deadline - now, 0.0)
+
+
+class Router:
+    """The data plane. Use it as an async context manager, or call `close`."""
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits or Limits()
+        self._clock = clock
+        self._gates: dict[str, Gate] = {}
+        self._slots: dict[str, Slots] = {}
+        self._transport: Transport | None = None
+        self._closed = False
+        self._sequence = count(1)
+        self._totals = Totals()
+        self._faults: Counter[FaultKind] = Counter()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop every target and close every connection; requests in flight end in NoTarget."""
+        self._closed = True
+        for name in list(self._gates):
+            self.drop_target(name, abort=True)
+        if self._transport is not None:
+            await self._transport.close()
+
+    # --- targets ----------------------------------------------------------------------------------------------------
+
+    def set_target(self, name: str, upstreams: Iterable[Upstream]) -> None:
+        """Make a target, or change it to be exactly these upstreams; requests that wait go on waiting."""
+        wanted = {upstream.id: upstream for upstream in upstreams}
+        gate = self._gates.get(name)
+        if gate is None:
+            gate = self._gates[name] = Gate(name, self.limits, self._freed, lambda: next(self._sequence))
+        for gone in gate.slots.keys() - wanted.keys():
+            self.remove(name, gone)
+        for upstream in wanted.values():
+            self.add(name, upstream)
+
+    def add(self, name: str, upstream: Upstream) -> None:
+        """Give a target one more upstream, which the caller has proven; the same id with another URL replaces it.
+
+        Raises:
+            NoTarget: there is none of that name.
+        """
+        gate = self._gate(name)
+        slots = self._slots.setdefault(upstream.id, Slots(upstream))
+        if slots.upstream != upstream or not slots.healthy:
+            slots.renew(upstream)
+        slots.targets.add(name)
+        gate.slots[upstream.id] = slots
+        self._pump(slots)
+
+    def remove(self, name: str, upstream: str, *, abort: bool = False) -> None:
+        """Send no more of this target's requests to an upstream. Those in flight finish; with `abort` they run again
+        elsewhere, of whichever target they are. An id that isn't there is no error.
+
+        Raises:
+            NoTarget: there is none of that name.
+        """
+        slots = self._gate(name).slots.pop(upstream, None)
+        if slots is None:
+            return
+        slots.targets.discard(name)
+        if abort:
+            for run in slots.runs:
+                run.abort()
+        self._forget_if_idle(slots)
+
+    def drop_target(self, name: str, *, abort: bool = False) -> None:
+        """End a target: those who wait get NoTarget, those in flight finish (with `abort` they get NoTarget too)."""
+        gate = self._gates.get(name)
+        if gate is None:
+            return
+        for upstream in list(gate.slots):
+            self.remove(name, upstream, abort=abort)
+        del self._gates[name]
+        gate.shut()
+
+    def readmit(self, upstream: str) -> bool:
+        """The caller has proven an ejected upstream; False if no target has it."""
+        slots = self._slots.get(upstream)
+        if slots is None:
+            return False
+        slots.renew(slots.upstream)
+        self._pump(slots)
+        return True
+
+    def stats(self) -> Stats:
+        """Everything at this moment."""
+        return Stats(
+            targets={
+                name: TargetStats(tuple(gate.slots), gate.in_flight, gate.waiting, gate.capacity, gate.peak)
+                for name, gate in self._gates.items()
+            },
+            upstreams={
+                id_: UpstreamStats(slots.in_flight, slots.healthy, slots.granted, slots.answered, slots.faulted)
+                for id_, slots in self._slots.items()
+            },
+            totals=copy(self._totals),
+            faults=dict(self._faults),
+        )
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def post(
+        self,
+        target: str,
+        path: str,
+        body: bytes | Mapping[str, Any],
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Run a request on one of the target's upstreams, again on another one after a fault.
+
+        `timeout_s` is the caller's deadline for all of it, waits and replays included; one run is bounded by
+        `request_timeout_s` as well. A mapping is sent as JSON. Cancelling the caller's task closes
+        the upstream request.
+
+        Raises:
+            NoTarget, QueueFull, NoUpstream, WaitTimeout: it was never let in (again).
+            UpstreamFailed, DeadlinePassed: it was, and no run gave an answer.
+        """
+        if not isinstance(body, bytes):
+            body, headers = json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
+        call = _Call(path, body, headers or {}, self._clock() + timeout_s)
+        try:
+            answer = await self._until_answered(target, call)
+        except QueueFull:
+            self._totals.refused += 1
+            raise
+        except (NoUpstream, WaitTimeout):
+            self._totals.waited_out += 1
+            raise
+        except UpstreamFailed:
+            self._totals.failed += 1
+            raise
+        except asyncio.CancelledError:
+            self._totals.left += 1
+            raise
+        self._totals.answered += 1
+        return answer
+
+    async def _until_answered(self, target: str, call: _Call) -> Answer:
+        while True:
+            gate = self._gate(target)
+            run = await self._admitted(gate, call)
+            try:
+                answer = await self._run_once(run, call)
+            finally:
+                gate.release(run)
+            if answer is not None:
+                return answer
+            self._totals.replayed += 1
+
+    async def _admitted(self, gate: Gate, call: _Call) -> Run:
+        wait_s = min(self.limits.wait_timeout_s, call.remaining_s(self._clock()))
+        try:
+            return await gate.admit(wait_s, call.excluded, replay=call.attempts > 0)
+        except (NoUpstream, WaitTimeout) as exc:
+            if call.faults:
+                raise UpstreamFailed(f"no other run after {call.attempts}: {exc}", call.faults) from exc
+            raise
+
+    async def _run_once(self, run: Run, call: _Call) -> Answer | None:
+        """One run; None means that it is to be run again."""
+        call.attempts += 1
+        started = self._clock()
+        remaining_s = call.remaining_s(started)
+        fault: Fault | None
+        try:
+            reply = await self._reply(run, call, min(self.limits.request_timeout_s, remaining_s))
+            fault = _fault_of_status(run, reply)
+        except TRANSPORT_ERRORS as exc:
+            if run.aborted:
+                return None
+            if run.timed_out and remaining_s < self.limits.request_timeout_s:
+                raise DeadlinePassed(f"{run.upstream.id} was at work when the deadline came", call.faults) from exc
+            fault = fault_of(run.upstream.id, exc)
+        if fault is not None:
+            self._record(run, call, fault)
+            return None
+        self._slots_of(run).succeeded(run)
+        return Answer(reply.status, reply.body, run.upstream.id, call.attempts, self._clock() - started)
+
+    async def _reply(self, run: Run, call: _Call, bound_s: float) -> Reply:
+        if self._transport is None:
+            self._transport = Transport(self.limits.connect_timeout_s)
+        async with asyncio.timeout(0.0 if run.aborted else bound_s) as run.scope:
+            return await self._transport.post(run.upstream, call.path, call.body, call.headers)
+
+    def _record(self, run: Run, call: _Call, fault: Fault) -> None:
+        call.faults.append(fault)
+        self._faults[fault.kind] += 1
+        if self._slots_of(run).failed(run, self.limits.eject_after):
+            self._totals.ejections += 1
+        if len(call.faults) >= self.limits.max_faults:
+            raise UpstreamFailed(f"no answer in {call.attempts} runs", call.faults)
+
+    # --- slots ------------------------------------------------------------------------------------------------------
+
+    def _gate(self, name: str) -> Gate:
+        gate = self._gates.get(name)
+        if gate is None:
+            raise NoTarget(f"there is no target {name!r}" + (": the router is closed" if self._closed else ""))
+        return gate
+
+    def _slots_of(self, run: Run) -> Slots:
+        return self._slots[run.upstream.id]  # there as long as the run is
+
+    def _freed(self, run: Run) -> None:
+        slots = self._slots_of(run)
+        slots.runs.discard(run)
+        self._pump(slots)
+        self._forget_if_idle(slots)
+
+    def _pump(self, slots: Slots) -> None:
+        for name in slots.targets:
+            self._gates[name].pump()
+
+    def _forget_if_idle(self, slots: Slots) -> None:
+        if not slots.targets and not slots.runs:
+            self._slots.pop(slots.upstream.id, None)
+
+
+def _fault_of_status(run: Run, reply: Reply) -> Fault | None:
+    if reply.status < 500:
+        return None
+    told = reply.body[:200].decode(errors="replace")
+    return Fault(run.upstream.id, FaultKind.STATUS, f"{reply.status} {told}".strip())
