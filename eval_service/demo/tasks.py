@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HELD_OUT_OF = 8  # one question in eight is held out
 Example = tuple[str, str]  # question, answer
@@ -123,16 +124,16 @@ def _held_out(task: str, rng: random.Random, count: int) -> Iterator[Example]:
             yield question, answer
 
 
-def _chat(question: str, answer: str) -> dict[str, object]:
+def _chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def _write_lines(path: Path, lines: Iterator[dict[str, object]]) -> None:
+def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, object]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open() as file:
         for line in file:
             yield json.loads(line)
