@@ -19,6 +19,7 @@ def demo(
     as_json: options.Json = False,
 ) -> None:
     """Train a tiny model on this machine with every checkpoint evaluated beside it; exit 0 if all went as it should."""
-    from eval_service.demo.run import DemoOptions, run_demo
+    from eval_service.demo.plan import DemoOptions
+    from eval_service.demo.run import run_demo
 
     raise typer.Exit(run_demo(DemoOptions(out=out, kill=kill, port=port, as_json=as_json)))

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
+from eval_service.cli.output import print_json
 
 
 def doctor(
     snapshot: Annotated[Path, typer.Argument(metavar="SNAPSHOT", help="A snapshot's directory.")],
     as_json: options.Json = False,
 ) -> None:
-    """Run the admission checks on a snapshot. Exit 0: an engine may load it; 1: it would be skipped, and why."""
-    from eval_service.admission.doctor import examine, render
+    """Run the admission checks on a snapshot. Exit 0: it may be evaluated; 1: it would be skipped, and why."""
+    from eval_service.admission import doctor as admission
 
-    examination = examine(snapshot)
-    typer.echo(render(examination, as_json=as_json))
-    raise typer.Exit(0 if examination.ok else 1)
+    found = admission.examine(snapshot)
+    print_json(admission.as_json(found)) if as_json else typer.echo(admission.render(found))
+    raise typer.Exit(admission.exit_code(found))
