@@ -1,0 +1,168 @@
+"""Commands that only look: status, fleet, runs, points, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from eval_service.cli import options
+from eval_service.cli.output import columns, counts, plus_minus, print_json
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import NotFound
+from eval_service.contract.wire import FleetView, PointView, RunView, SampleView, StatusView
+
+PAGE = 200
+
+
+def status(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False) -> None:
+    """Show the service at a glance: controller, engines, runs, points."""
+    with options.connect(url) as client:
+        view = client.status()
+    print_json(view) if as_json else typer.echo(_status_text(view))
+
+
+def fleet(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False) -> None:
+    """Show the engines: what each does and what it has pinned."""
+    with options.connect(url) as client:
+        view = client.fleet()
+    print_json(view) if as_json else typer.echo(_fleet_text(view))
+
+
+def runs(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False) -> None:
+    """List the runs with their counts of points and their latest scores."""
+    with options.connect(url) as client:
+        views = [client.run(name) for name in client.status().runs]
+    print_json(views) if as_json else typer.echo(_runs_text(views))
+
+
+def points(
+    run: options.Run,
+    suite: Annotated[str | None, typer.Option(help="Only this suite.")] = None,
+    url: options.Url = options.DEFAULT_URL,
+    as_json: options.Json = False,
+) -> None:
+    """Show the points of a run: the curve as a table."""
+    with options.connect(url) as client:
+        views = all_points(client, run, suite)
+    print_json(views) if as_json else typer.echo(points_text(views))
+
+
+def samples(
+    run: options.Run,
+    step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="The point's step; the base model is 0.")],
+    suite: Annotated[str | None, typer.Option(help="Only this suite.")] = None,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Only what is not fully right.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many samples of a point.")] = 20,
+    url: options.Url = options.DEFAULT_URL,
+    as_json: options.Json = False,
+) -> None:
+    """Show what the model answered at a step."""
+    with options.connect(url) as client:
+        found = [point for point in all_points(client, run, suite) if point.step == step]
+        if not found:
+            raise NotFound(f"run {run} has no point at step {step}", field="step", hint=f"see `evalfleet points {run}`")
+        shown = [sample for point in found for sample in some_samples(client, point.id, wrong=wrong, limit=limit)]
+    print_json(shown) if as_json else typer.echo(samples_text(shown))
+
+
+def all_points(client: EvalClient, run: str, suite: str | None = None) -> list[PointView]:
+    """Every point of a run that counts (no newer one took its place), by step and suite."""
+    query: dict[str, str | int] = {"run": run}
+    if suite is not None:
+        query["suite"] = suite
+    found: list[PointView] = []
+    while True:
+        page = client.points(**query, limit=PAGE, offset=len(found))
+        found.extend(page.points)
+        if not page.points or len(found) >= page.total:
+            break
+    return sorted((point for point in found if not point.superseded), key=lambda point: (point.step, point.suite))
+
+
+def some_samples(client: EvalClient, point: str, *, wrong: bool = False, limit: int | None = None) -> list[SampleView]:
+    """A point's samples, in order."""
+    chosen: list[SampleView] = []
+    for sample in _every_sample(client, point):
+        if limit is not None and len(chosen) >= limit:
+            break
+        if not wrong or sample.error or (sample.score or 0.0) < 1.0:
+            chosen.append(sample)
+    return chosen
+
+
+def points_text(views: list[PointView]) -> str:
+    """The curve as a table."""
+    header = "step suite state score lag stall_s export_s pin_s generate_s queue_s attempts proof reason"
+    return columns(header, [_point_row(view) for view in views]) if views else "no points"
+
+
+def samples_text(shown: list[SampleView]) -> str:
+    """Samples as lines: right or wrong, then question, answer and output."""
+    return "\n".join(_sample_line(sample) for sample in shown) or "no such samples"
+
+
+def _every_sample(client: EvalClient, point: str) -> Iterator[SampleView]:
+    seen = 0
+    while True:
+        page = client.samples(point, limit=PAGE, offset=seen)
+        yield from page.samples
+        seen += len(page.samples)
+        if not page.samples or seen >= page.total:
+            return
+
+
+def _point_row(view: PointView) -> list[object]:
+    times = view.timings
+    return [
+        view.step,
+        view.suite,
+        view.state,
+        plus_minus(view.score, view.stderr),
+        view.lag_steps,
+        times.stall_s,
+        times.export_s,
+        times.pin_s,
+        times.generate_s,
+        times.queue_s,
+        view.attempts,
+        view.pin_proof,
+        f"{view.reason}: {view.detail}" if view.reason and view.detail else view.reason,
+    ]
+
+
+def _sample_line(sample: SampleView) -> str:
+    verdict = "error" if sample.error else "right" if (sample.score or 0.0) >= 1.0 else "wrong"
+    got = sample.error or repr(sample.output)
+    return f"{verdict}  {sample.prompt!r} -> {got}  (answer {sample.answer!r}; {sample.engine})"
+
+
+def _status_text(view: StatusView) -> str:
+    lines = [
+        f"version     {view.version}",
+        f"controller  {'acts' if view.controller_alive else 'is not there'} (epoch {view.epoch})",
+        f"engines     {counts(view.engines)}",
+        f"points      {counts(view.points)}",
+    ]
+    return "\n".join(lines + [f"run {name}: {counts(by_state)}" for name, by_state in view.runs.items()])
+
+
+def _fleet_text(view: FleetView) -> str:
+    header = "group engine state in_flight point pinned restarts pid url detail"
+    rows = [
+        [group.name, e.id, e.state, e.in_flight, e.point, e.weight_version, e.restarts, e.server_pid, e.url, e.detail]
+        for group in view.groups
+        for e in group.engines
+    ]
+    wanted = [f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready" for group in view.groups]
+    return "\n".join([*wanted, columns(header, rows)])
+
+
+def _runs_text(views: list[RunView]) -> str:
+    rows = [[v.run, v.state, v.step, counts(v.points), v.snapshots_kept, _scores(v)] for v in views]
+    return columns("run state step points snapshots scores", rows) if views else "no runs"
+
+
+def _scores(view: RunView) -> str:
+    return ", ".join(f"{suite} {score:.3f}" for suite, score in view.metrics.items())

@@ -1,0 +1,110 @@
+"""A service in memory, spoken to through the real client over an httpx transport of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import httpx
+from pydantic import BaseModel
+
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.wire import (
+    DrainRequest,
+    FleetView,
+    PointPage,
+    PointView,
+    Receipt,
+    RunSpec,
+    RunView,
+    SamplePage,
+    SampleView,
+    StatusView,
+)
+
+
+@dataclass
+class FakeService:
+    """Answers the readers' routes and drain from what it is given; pages hold at most `page` items."""
+
+    points: list[PointView] = field(default_factory=list)
+    samples: dict[str, list[SampleView]] = field(default_factory=dict)
+    receipts: list[Receipt] = field(default_factory=list)
+    fleet: FleetView = field(default_factory=lambda: FleetView(groups=(), seen_at=None))
+    page: int = 3
+    down: bool = False
+    drains: list[DrainRequest] = field(default_factory=list)
+
+    def connect(self, url: str) -> EvalClient:
+        """What `options.connect` does, to this service."""
+        return EvalClient(url, transport=httpx.MockTransport(self._handle), sleep=lambda _: None)
+
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        if self.down:
+            raise httpx.ConnectError("connection refused", request=request)
+        try:
+            return httpx.Response(200, text=self._answer(request).model_dump_json())
+        except EvalfleetError as error:
+            return httpx.Response(error.status, text=error.envelope().model_dump_json())
+
+    def _answer(self, request: httpx.Request) -> BaseModel:
+        match request.url.path.split("/")[1:]:
+            case ["points"]:
+                return self._points(request.url.params)
+            case ["points", point, "samples"]:
+                samples = self.samples.get(point, [])
+                first, last = self._window(request.url.params)
+                return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
+            case ["points", point]:
+                return next(view for view in self.points if view.id == point)
+            case ["drain"]:
+                self.drains.append(DrainRequest.model_validate_json(request.content))
+                return self.receipts.pop(0)
+            case ["fleet"]:
+                return self.fleet
+            case ["status"]:
+                return self._status()
+            case ["runs", run]:
+                return self._run(run)
+        raise NotFound(f"no route {request.url.path}")
+
+    def _points(self, params: httpx.QueryParams) -> PointPage:
+        if unknown := set(params) - {"run", "suite", "state", "step", "limit", "offset"}:
+            raise InvalidRequest("unknown parameter", field=unknown.pop())
+        chosen = [
+            view
+            for view in self.points
+            if params.get("run", view.run) == view.run and params.get("suite", view.suite) == view.suite
+        ]
+        first, last = self._window(params)
+        return PointPage(points=tuple(chosen[first:last]), total=len(chosen))
+
+    def _window(self, params: httpx.QueryParams) -> tuple[int, int]:
+        first = int(params.get("offset", 0))
+        return first, first + min(self.page, int(params.get("limit", self.page)))
+
+    def _status(self) -> StatusView:
+        return StatusView(
+            version="0.1.0",
+            epoch=3,
+            controller_at=1000.0,
+            controller_alive=True,
+            engines={"ready": 2},
+            runs={run: {} for run in sorted({view.run for view in self.points})},
+            points={},
+        )
+
+    def _run(self, run: str) -> RunView:
+        if run not in {view.run for view in self.points}:
+            raise NotFound(f"no run {run!r}", field="run", hint="see `evalfleet runs`")
+        return RunView(
+            run=run,
+            spec=RunSpec(root="/snapshots", suites=("letters",)),
+            state="active",
+            step=50,
+            progress_at=1000.0,
+            created_at=900.0,
+            points={},
+            snapshots_kept=2,
+            metrics={"letters": 0.5},
+        )
