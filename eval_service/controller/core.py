@@ -25,8 +25,10 @@ from eval_service.controller.scheduler import LaneLoad, plan
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database, Fenced
+from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
+from eval_service.ledger.retention import Retention
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.limits import Limits
@@ -164,7 +166,9 @@ class _Acting:
             on_change=wake,
         )
         self._admissions = Admissions(self._service, moves, ledger, wake)
-        self._housekeeping = Housekeeping(self._service, parts, moves, ledger)
+        bounds = Bounds(self._service.roots, parts.suites.keys())
+        retention = Retention(parts.database, moves.epoch)
+        self._housekeeping = Housekeeping(self._service, Intents(parts.database, bounds), retention, ledger)
 
     async def tick(self) -> None:
         """One look at everything."""

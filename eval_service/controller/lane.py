@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from eval_service.contract.names import samples_file
 from eval_service.contract.states import PointState, Reason
@@ -194,10 +194,7 @@ class Lane:
         moves, call, point = self.parts.moves, self.parts.ledger, self.point.id
         work = asyncio.create_task(self._attempt())
         try:
-            await asyncio.wait({work, self._condemned}, return_when=asyncio.FIRST_COMPLETED)
-            if self._condemned.done() and not work.done():
-                raise self._condemned.result()
-            await work
+            await self._unless_condemned(work)
         except (Overtaken, Fenced):
             pass
         except LaneEnd as exc:
@@ -209,6 +206,13 @@ class Lane:
         finally:
             work.cancel()
             self._close()
+
+    async def _unless_condemned(self, work: asyncio.Task[None]) -> None:
+        condemned: asyncio.Future[Any] = self._condemned
+        await asyncio.wait([work, condemned], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise self._condemned.result()
+        await work
 
     def _close(self) -> None:
         self.parts.router.drop_target(self.point.id, abort=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from eval_service.contract.states import PinProof
 from eval_service.controller.fleet import Fleet
@@ -128,5 +129,7 @@ class Pinner:
         return result.ok and await self.fleet.wait_ready(engine_id, self.restart_timeout_s)
 
     async def _holds(self, engine_id: str, good: PinOrder | None) -> bool:
-        """Whether it loads its last good snapshot; without one, that it serves its boot model has to do."""
-        return good is None or (await self._try(engine_id, good)).ok
+        """Whether it loads its last good snapshot; where that is gone, that it serves its boot model has to do."""
+        if good is None or not Path(good.snapshot).is_dir():
+            return True
+        return (await self._try(engine_id, good)).ok

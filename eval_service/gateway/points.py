@@ -11,7 +11,7 @@ from eval_service.contract.errors import NotFound
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import PointPage, PointReport, PointView, SamplePage, Step
 from eval_service.gateway.services import Given
-from eval_service.suites.samples import read_samples
+from eval_service.suites.samples import Which, read_samples
 
 routes = APIRouter(tags=["points"])
 
@@ -40,8 +40,7 @@ def get_point(id: str, services: Given) -> PointView:
 def get_samples(
     id: str,
     services: Given,
-    wrong: bool = False,
-    errored: bool = False,
+    which: Which = Which.ALL,
     offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> SamplePage:
@@ -49,7 +48,7 @@ def get_samples(
     point = services.views.point(id)
     if point.samples_path is None or not Path(point.samples_path).is_file():
         raise NotFound(f"point {id} is {point.state} and has no samples", field="id")
-    return read_samples(Path(point.samples_path), offset=offset, limit=limit, wrong=wrong, errored=errored)
+    return read_samples(Path(point.samples_path), offset=offset, limit=limit, which=which)
 
 
 @routes.post("/points/{id}/report")

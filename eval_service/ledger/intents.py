@@ -151,19 +151,17 @@ class Intents:
         self, connection: Connection, request: DispatchRequest, held: Sequence[RowMapping], path: str
     ) -> Granted:
         """Name the snapshot of a reservation's points."""
+        for row in held:
+            _note_costs(connection, row, request)
         if all(row["snapshot_id"] is not None for row in held):
             return Granted.KNOWN
         open_rows = [row for row in held if _may_arrive(row)]
         if not open_rows:
             return Granted.SKIPPED
         snapshot = _snapshot_id(connection, request, path, self._db.clock())
-        timings = {"stall_s": request.stall_s, "export_s": request.export_s, "canary_s": request.canary_s}
         for row in open_rows:
-            connection.execute(
-                update(points)
-                .where(points.c.id == row["id"])
-                .values(snapshot_id=snapshot, source=request.source, timings=json.dumps(timings))
-            )
+            arrival = update(points).where(points.c.id == row["id"])
+            connection.execute(arrival.values(snapshot_id=snapshot, source=request.source))
         return Granted.TAKEN
 
     # --- commands and drains
@@ -276,6 +274,15 @@ def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping]) -> N
             continue
         if row["path"] != str(Path(request.snapshot).resolve()):
             raise Conflict(f"reservation {request.reservation} has another snapshot: {row['path']}", field="snapshot")
+
+
+def _note_costs(connection: Connection, row: RowMapping, request: DispatchRequest) -> None:
+    """What the export cost the trainer; the scan may have taken the snapshot in before the trainer could say."""
+    asked = {"stall_s": request.stall_s, "export_s": request.export_s, "canary_s": request.canary_s}
+    told = {name: value for name, value in asked.items() if value is not None}
+    if told:
+        timings = json.dumps(json.loads(row["timings"]) | told)
+        connection.execute(update(points).where(points.c.id == row["id"]).values(timings=timings))
 
 
 def _may_arrive(row: RowMapping) -> bool:

@@ -221,7 +221,7 @@ class Moves:
             if row["state"] != PointState.SCORING:
                 return False
             timings = json.loads(row["timings"]) | result.timings
-            timings["duration_s"] = now - row["queued_at"]
+            timings |= {"queue_s": row["started_at"] - row["queued_at"], "duration_s": now - row["queued_at"]}
             self._end_attempt(connection, row, "done", None, result.engines)
             self._move(
                 connection,
@@ -266,6 +266,15 @@ class Moves:
         query = select(points.c.id).where(waiting, points.c.queued_at < self._db.clock() - point_timeout_s)
         with self._db.reading() as connection:
             return list(connection.execute(query).scalars())
+
+    def end_unserved(self, point: str, detail: str) -> None:
+        """A queued point's time is up: it was tried (`failed: deadline`), or no engine came (`skipped: unhealthy`)."""
+        with self._db.acting(self.epoch) as connection:
+            row = _point(connection, point)
+            if row["state"] == PointState.QUEUED and row["attempts"]:
+                self._end(connection, row, PointState.FAILED, Reason.DEADLINE, detail)
+            elif row["state"] == PointState.QUEUED:
+                self._end(connection, row, PointState.SKIPPED, Reason.UNHEALTHY, f"no engine came: {detail}")
 
     def state(self, point: str) -> PointState:
         """A point's state now."""

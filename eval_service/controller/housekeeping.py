@@ -1,0 +1,113 @@
+"""What goes on beside the points: the scan of the runs' roots, and the deletion of snapshots nobody needs.
+
+Both run in threads, one at a time each, so that neither a slow file system nor 20,000 files stall the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from eval_service.contract.errors import EvalfleetError
+from eval_service.controller.db import LedgerThread
+from eval_service.fleet_config import ServiceConfig
+from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover
+from eval_service.gc.plan import plan_deletions, plan_leftovers
+from eval_service.intake import Scan, scan_run
+from eval_service.ledger.intents import Intents
+from eval_service.ledger.retention import Retention
+
+log = logging.getLogger(__name__)
+LEFTOVERS_EVERY_S = 300.0
+
+
+class Housekeeping:
+    """Scans and deletes."""
+
+    def __init__(self, service: ServiceConfig, intents: Intents, retention: Retention, ledger: LedgerThread) -> None:
+        self._service = service
+        self._intents = intents
+        self._retention = retention
+        self._ledger = ledger
+        self._next_scan = 0.0
+        self._next_leftovers = 0.0
+        self._collect = True
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def something_settled(self) -> None:
+        """A point ended: there may be something to delete."""
+        self._collect = True
+
+    async def tick(self) -> None:
+        """Start what is due and not running."""
+        now = time.monotonic()
+        if now >= self._next_scan and self._start("scan", self._scan):
+            self._next_scan = now + self._service.scan_interval_s
+        if now >= self._next_leftovers and self._start("leftovers", self._sweep):
+            self._next_leftovers = now + LEFTOVERS_EVERY_S
+        if self._collect and self._start("collect", self._collect_settled):
+            self._collect = False
+
+    async def close(self) -> None:
+        """Let go of what runs; a deletion that is cut short is taken up again."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        if name in self._tasks:
+            return False
+        task = asyncio.get_running_loop().create_task(self._guarded(name, work))
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        return True
+
+    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except (EvalfleetError, OSError) as exc:
+            log.warning("%s: %s; it is tried again", name, exc)
+
+    # --- what nobody sent
+
+    async def _scan(self) -> None:
+        for place in await self._ledger(self._retention.places):
+            found = await asyncio.to_thread(scan_run, place.root, place.run, self._retention.has)
+            await self._take_in(found)
+
+    async def _take_in(self, scan: Scan) -> None:
+        for damaged in scan.damaged:
+            log.warning("scan: %s: %s", damaged.path, damaged.message)
+        for path in scan.sent:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        for item in scan.found:
+            try:
+                await asyncio.to_thread(self._intents.dispatch, item.request.model_copy(update={"deferred": True}))
+            except EvalfleetError as exc:
+                log.warning("scan: %s can't be taken in: %s", item.path, exc)
+                continue
+            if item.in_outbox:
+                await asyncio.to_thread(item.path.unlink, missing_ok=True)
+
+    # --- what nobody needs
+
+    async def _collect_settled(self) -> None:
+        places = {place.run: place for place in await self._ledger(self._retention.places)}
+        rows = await self._ledger(self._retention.on_storage)
+        for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
+            try:
+                await asyncio.to_thread(collect, deletion, places[deletion.run].root)
+            except Refused as exc:
+                log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
+                continue
+            await self._ledger(self._retention.deleted, deletion.id)
+
+    async def _sweep(self) -> None:
+        reserved = await self._ledger(self._retention.reserved_runs)
+        for place in await self._ledger(self._retention.places):
+            found = await asyncio.to_thread(find_leftovers, place.root, place.run)
+            for leftover in plan_leftovers(found, reserved, now=time.time()):
+                await asyncio.to_thread(remove_leftover, leftover, place.root)

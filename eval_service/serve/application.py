@@ -1,0 +1,195 @@
+"""The Serve application `evalfleet`: gateway (ingress), controller, and one deployment a group of engines.
+
+Serve places, health-checks, restarts and scales; what they do is in modules that know nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.controller.core import Controller, Parts
+from eval_service.engine.protocol import Command, EngineReport
+from eval_service.engine.runner import EngineRunner
+from eval_service.engine.server import BootOptions
+from eval_service.fleet_config import FleetConfig
+from eval_service.gateway.app import build_app
+from eval_service.gateway.services import Services
+from eval_service.ledger.database import Database
+from eval_service.ledger.intents import Bounds, Intents
+from eval_service.ledger.lock import lock_of
+from eval_service.ledger.views import Views
+from eval_service.serve.loop_thread import LoopThread
+from eval_service.suites.suite import load_suites
+
+APPLICATION = "evalfleet"
+# Serve's default of 5 would let a few long polls starve everything else.
+MAX_ONGOING = 1000
+_POLL_TIMEOUT_S = 10.0
+_STOP_S = 5.0
+_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every part is handed; it travels to wherever Serve places it."""
+
+    fleet: FleetConfig
+    suites: Path
+
+    @property
+    def ledger(self) -> str:
+        """The ledger's URL."""
+        return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
+
+
+class GatewayDeployment:
+    """The ingress: the FastAPI application over the ledger."""
+
+    def __init__(self, settings: Settings, controller: DeploymentHandle, groups: list[DeploymentHandle]) -> None:
+        del groups  # named so that Serve deploys them with the application
+        self._controller = controller
+        database = Database(settings.ledger)
+        bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
+        known = version("evalfleet")
+        self._services = Services(Intents(database, bounds), Views(database, version=known), known, self._wake)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_app(self._services)
+
+    def _wake(self) -> None:
+        """Best effort: the controller also looks by itself."""
+        self._controller.wake.remote()
+
+
+class ControllerDeployment:
+    """Holds a controller on a loop of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._thread = LoopThread("controller")
+        database = Database(settings.ledger)
+        parts = Parts(settings.fleet, load_suites(settings.suites), database, lock_of(settings.ledger))
+        self._controller = Controller(parts)
+        self._running = asyncio.run_coroutine_threadsafe(self._controller.run(), self._thread.loop)
+
+    async def poll(self, report: EngineReport) -> Command | None:
+        """An engine's replica reports; see `ControllerLink`."""
+        return await self._thread.call(self._controller.poll(report))
+
+    async def wake(self) -> None:
+        """There is something to do."""
+        self._thread.soon(self._controller.wake)
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises, or does not answer."""
+        if self._running.done() and (error := self._running.exception()) is not None:
+            raise error
+        if not self._controller.healthy():
+            raise Unavailable("the controller makes no progress, or another one acts")
+
+    def __del__(self) -> None:
+        self._thread.soon(self._controller.stop)
+        with contextlib.suppress(Exception):
+            self._running.result(_STOP_S)
+        self._thread.close(_STOP_S)
+
+
+class ServeLink:
+    """A replica's way to the controller, by Serve handle."""
+
+    def __init__(self, controller: DeploymentHandle) -> None:
+        self._controller = controller
+
+    async def poll(self, report: EngineReport) -> Command | None:
+        """See `ControllerLink`."""
+        answer: Command | None = await asyncio.wait_for(self._controller.poll.remote(report), _POLL_TIMEOUT_S)
+        return answer
+
+
+class EngineDeployment:
+    """One engine: a runner that owns an SGLang process group."""
+
+    async def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
+        tag = serve.get_replica_context().replica_id.unique_id
+        state_dir = settings.fleet.service.state_dir
+        host = ray.util.get_node_ip_address()
+        self._runner = EngineRunner(
+            f"{group}-{tag}",
+            group,
+            settings.fleet.groups[group],
+            node=host,
+            options=BootOptions(
+                log=state_dir / "logs" / f"engine-{group}-{tag}.log", fleet_overrides=settings.fleet.overrides
+            ),
+            link=ServeLink(controller),
+        )
+        self._running = asyncio.get_running_loop().create_task(self._runner.run())
+
+    async def check_health(self) -> None:
+        """Raises when this replica can't keep an engine."""
+        await self._runner.check_health()
+
+    async def __del__(self) -> None:
+        await self._runner.stop()
+
+
+def build(settings: Settings) -> Any:
+    """Bind the deployments into one application; the gateway is its ingress."""
+    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=10.0).bind(settings)
+    groups = [
+        _deployment(
+            EngineDeployment,
+            f"engines-{name}",
+            num_replicas=group.bounds[0],
+            num_gpus=group.num_gpus_per_engine if group.grade == "sglang" else 0,
+            graceful_shutdown_timeout_s=20.0,
+        ).bind(settings, name, controller)
+        for name, group in settings.fleet.groups.items()
+        if group.kind in ("pinned", "frozen") and group.bounds[1] > 0
+    ]
+    gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
+    return gateway.bind(settings, controller, groups)
+
+
+def check(settings: Settings) -> None:
+    """Refuse, before anything starts, what can't work.
+
+    Raises:
+        ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
+    """
+    load_suites(settings.suites)
+    service = settings.fleet.service
+    service.state_dir.mkdir(parents=True, exist_ok=True)
+    (service.state_dir / "logs").mkdir(exist_ok=True)
+    for root in service.roots:
+        if not root.is_dir():
+            raise ConfigError(f"{root} is no directory", field="service.roots", hint="make it, or name another")
+    for name, group in settings.fleet.groups.items():
+        if group.model is not None and not (group.model / "config.json").is_file():
+            raise ConfigError(f"{group.model} is no HF model directory", field=f"groups.{name}.model")
+    lock_of(settings.ledger)
+    Database(settings.ledger).close()
+
+
+def _deployment(
+    part: type, name: str, *, num_replicas: int = 1, num_gpus: int = 0, graceful_shutdown_timeout_s: float
+) -> Any:
+    return serve.deployment(part).options(  # type: ignore[call-overload]
+        name=name,
+        num_replicas=num_replicas,
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+        **_QUICK,
+    )
