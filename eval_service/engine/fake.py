@@ -1,0 +1,337 @@
+"""The fake engine: a process with SGLang's routes, and knobs for every fault that the service must survive.
+
+It reads the safetensors bytes that it is told to load; their digest decides its log-probs and its answers, so pins are
+truly proven or refused. `fake_answers.json` in a model's directory ({prompt: answer}) lets a test say what that model
+knows. One suite runs against this and against real SGLang (tests/integration/test_engine_contract.py).
+
+The boot comes over standard input: {model, host, port, knobs, api_key, admin_api_key}. `POST /_knobs` (admin key) turns
+knobs at run time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from eval_service.contract.errors import SnapshotFault
+from eval_service.contract.manifest import Canary, tensors_digest
+from eval_service.contract.safetensors_io import describe_file
+
+ANSWERS = "fake_answers.json"
+_OPEN = ("/health", "/ready", "/metrics")
+_NORMAL = ("/generate", "/model_info", "/server_info", "/v1/models")
+
+
+@dataclass(slots=True)
+class Knobs:
+    """What a test may turn; durations in seconds."""
+
+    boot_s: float = 0.0  # before it listens
+    boot_fails: bool = False  # ends before it listens
+    latency_s: float = 0.0  # of each /generate
+    update_s: float = 0.0  # of each /update_weights_from_disk
+    hang: bool = False  # nothing is ever answered
+    unavailable: bool = False  # 503 to everything but /health and /_knobs
+    die: bool = False  # the process ends at the next request
+    die_on_update: bool = False
+    refuse_update: bool = False  # 400
+    stale_label: bool = False  # the update loads, and the label stays what it was
+    wrong_weights: bool = False  # the update takes the label, and loads nothing
+    noise: float = 0.0  # nats, added to every log-prob
+    checksums: bool = False  # /weights_checker answers, as with CUDA
+    stale_samples: bool = False  # /generate tells the label before last
+
+    def turn(self, changes: dict[str, Any]) -> None:
+        """Set some of them.
+
+        Raises:
+            ValueError: there is no such knob.
+        """
+        names = {field.name for field in dataclasses.fields(self)}
+        for name, value in changes.items():
+            if name not in names:
+                raise ValueError(f"no such knob: {name}; there are {sorted(names)}")
+            setattr(self, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What was read of a model's directory."""
+
+    tensor_digest: str
+    answers: dict[str, str]
+
+
+def fake_logprobs(tensor_digest: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """The log-probs that a fake holding those tensors gives for a sequence; one shorter than it."""
+    result = []
+    for at in range(1, len(token_ids)):
+        seed = f"{tensor_digest}:{','.join(map(str, token_ids[: at + 1]))}"
+        fraction = int.from_bytes(hashlib.blake2s(seed.encode(), digest_size=6).digest(), "big") / (1 << 48)
+        result.append(-0.1 - 9.0 * fraction)
+    return tuple(result)
+
+
+def fake_canary(tensor_digest: str, rows: Sequence[Sequence[int]]) -> Canary:
+    """The right canary for a fake that holds those tensors."""
+    return Canary(
+        dtype="float32",
+        token_ids=tuple(tuple(row) for row in rows),
+        logprobs=tuple(fake_logprobs(tensor_digest, row) for row in rows),
+    )
+
+
+def read_weights(directory: Path) -> Weights:
+    """Read and hash what SGLang would load.
+
+    Raises:
+        FileNotFoundError: no such directory, or no safetensors file in it.
+        SnapshotFault: one is not sound; real SGLang dies of it.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"Cannot find any model weights with `{directory}`")
+    digest = tensors_digest([entry for file in files for entry in describe_file(file)[1]])
+    answers = directory / ANSWERS
+    return Weights(digest, json.loads(answers.read_text()) if answers.exists() else {})
+
+
+class FakeEngine:
+    """The state of one fake server, and its routes."""
+
+    def __init__(self, boot: dict[str, Any]) -> None:
+        self.knobs = Knobs()
+        self.knobs.turn(boot.get("knobs") or {})
+        self._keys = (boot["api_key"], boot["admin_api_key"])
+        config = json.loads((Path(boot["model"]) / "config.json").read_text())
+        self._vocab_size = int(config["vocab_size"])
+        self._context = int(config["max_position_embeddings"])
+        self._model_path = str(boot["model"])
+        self._weights = read_weights(Path(boot["model"]))
+        self._labels = ["default", "default"]
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._abort = asyncio.Event()
+        self._in_flight = 0
+        self._updating = asyncio.Lock()
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(middlewares=[self._gate], client_max_size=64 << 20)
+        ok = self._ok
+        app.add_routes(
+            [
+                web.get("/health", ok),
+                web.get("/health_generate", ok),
+                web.get("/ready", ok),
+                web.get("/metrics", ok),
+                web.get("/model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.get("/v1/models", self._models),
+                web.post("/generate", self._generate),
+                web.post("/update_weights_from_disk", self._update),
+                web.post("/flush_cache", ok),
+                web.post("/pause_generation", ok),
+                web.post("/continue_generation", ok),
+                web.post("/abort_request", self._abort_request),
+                web.post("/weights_checker", self._checksum),
+                web.post("/_knobs", self._turn),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _gate(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not request.path.startswith(_OPEN):
+            key = self._keys[0] if request.path in _NORMAL else self._keys[1]
+            if request.headers.get("authorization") != f"Bearer {key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path != "/_knobs":
+            if self.knobs.die:
+                os._exit(1)
+            if self.knobs.hang:
+                await asyncio.Event().wait()
+            if self.knobs.unavailable and not request.path.startswith(_OPEN):
+                return web.json_response({"error": "unavailable"}, status=503)
+        return await handler(request)
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.Response(text="")
+
+    async def _turn(self, request: web.Request) -> web.Response:
+        try:
+            self.knobs.turn(await request.json())
+        except ValueError as exc:
+            return _refused(str(exc))
+        return web.json_response(dataclasses.asdict(self.knobs))
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": self._model_path, "weight_version": self._labels[-1], "is_generation": True}
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": self._model_path, "context_length": self._context, "version": "fake"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._model_path, "object": "model"}]})
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        self._abort_all()
+        return web.Response(text="")
+
+    async def _checksum(self, request: web.Request) -> web.Response:
+        if not self.knobs.checksums:
+            return web.json_response({"success": False, "message": "Torch not compiled with CUDA enabled"}, status=400)
+        return web.json_response(
+            {"success": True, "message": "", "per_engine_checksum": f"sha-{self._weights.tensor_digest}"}
+        )
+
+    def _abort_all(self) -> None:
+        self._abort.set()
+        self._abort = asyncio.Event()
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.knobs.die_on_update:
+            os._exit(1)
+        if self.knobs.refuse_update:
+            return _update_answer(False, "refused by a knob")
+        if body.get("abort_all_requests"):
+            self._abort_all()
+        async with self._updating:
+            await self._idle.wait()
+            await asyncio.sleep(self.knobs.update_s)
+            try:
+                weights = await asyncio.to_thread(read_weights, Path(body["model_path"]))
+            except FileNotFoundError as exc:
+                return _update_answer(False, f"Failed to update weights: {exc}.")
+            except SnapshotFault:
+                os._exit(1)  # as SGLang: its rollback reads the path that it has just set
+            if not self.knobs.wrong_weights:
+                self._weights = weights
+            self._model_path = body["model_path"]
+            if body.get("weight_version") and not self.knobs.stale_label:
+                self._labels = [self._labels[-1], body["weight_version"]]
+        return _update_answer(True, "Succeeded to update model weights.")
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompts, batched = _prompts(body)
+        if prompts is None:
+            return _refused("Either text, input_ids or input_embeds should be provided.")
+        wanted = int((body.get("sampling_params") or {}).get("max_new_tokens") or 128)
+        for prompt in prompts:
+            if not isinstance(prompt, str) and max(prompt) >= self._vocab_size:
+                os._exit(1)  # as SGLang
+            if len(_tokens(prompt)) + wanted > self._context or len(_tokens(prompt)) >= self._context:
+                return _refused(f"The input is longer than the model's context length ({self._context} tokens).")
+        async with self._updating:
+            self._in_flight += 1
+            self._idle.clear()
+        try:
+            aborted = await self._held_up()
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+        answers = [self._answer(prompt, wanted, body, aborted=aborted) for prompt in prompts]
+        return web.json_response(answers if batched else answers[0])
+
+    async def _held_up(self) -> bool:
+        """Take as long as the knob says; whether it was aborted meanwhile."""
+        if not self.knobs.latency_s:
+            return False
+        try:
+            await asyncio.wait_for(self._abort.wait(), self.knobs.latency_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _answer(self, prompt: str | list[int], wanted: int, body: dict[str, Any], *, aborted: bool) -> dict[str, Any]:
+        ids = _tokens(prompt)
+        text = "" if aborted else self._text(prompt)
+        output = list(text.encode())[:wanted]
+        finish: dict[str, Any] = {"type": "stop", "matched": 1}
+        if aborted:
+            finish = {"type": "abort", "message": "Abort before prefill"}
+        elif len(text.encode()) > wanted:
+            finish = {"type": "length", "length": wanted}
+        meta: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(output),
+            "cached_tokens": 0,
+            "weight_version": self._labels[0] if self.knobs.stale_samples else self._labels[-1],
+            "e2e_latency": max(self.knobs.latency_s, 1e-4),
+            "request_received_ts": time.time(),
+        }
+        if body.get("return_logprob"):
+            rows = [None, *(value + self.knobs.noise for value in fake_logprobs(self._weights.tensor_digest, ids))]
+            given = int(body.get("logprob_start_len", -1))
+            start = given if given >= 0 else len(ids)
+            meta["input_token_logprobs"] = [[row, token, None] for row, token in zip(rows, ids, strict=True)][start:]
+            meta["output_token_logprobs"] = [[-0.5, token, None] for token in output]
+        return {"text": bytes(output).decode(errors="replace"), "output_ids": output, "meta_info": meta}
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str) and prompt in self._weights.answers:
+            return self._weights.answers[prompt]
+        return hashlib.blake2s(f"{self._weights.tensor_digest}:{prompt}".encode(), digest_size=4).hexdigest()
+
+
+def _prompts(body: dict[str, Any]) -> tuple[list[str | list[int]] | None, bool]:
+    """The prompts of a request, and whether it was a batch."""
+    given = body.get("text") if body.get("text") is not None else body.get("input_ids")
+    if not given:
+        return None, False
+    batched = isinstance(given, list) and not isinstance(given[0], int)
+    return (list(given) if batched else [given]), batched
+
+
+def _tokens(prompt: str | list[int]) -> list[int]:
+    return list(prompt.encode()) if isinstance(prompt, str) else prompt
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
+def _update_answer(success: bool, message: str) -> web.Response:
+    body = {"success": success, "message": message, "num_paused_requests": 0}
+    return web.json_response(body, status=200 if success else 400)
+
+
+async def _serve(boot: dict[str, Any]) -> None:
+    engine = FakeEngine(boot)
+    if engine.knobs.boot_fails:
+        raise SystemExit("a knob says that the boot fails")
+    await asyncio.sleep(engine.knobs.boot_s)
+    runner = web.AppRunner(engine.app(), access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, boot["host"], boot["port"]).start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Read the boot and serve until the process is ended."""
+    asyncio.run(_serve(json.loads(sys.stdin.read())))
+
+
+if __name__ == "__main__":
+    main()

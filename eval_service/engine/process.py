@@ -1,0 +1,147 @@
+"""The replica's side of one server process: the supervisor, its pipe, and what it tells.
+
+The write end of the supervisor's standard input is held here and nowhere else (it is not inherited): when this process
+dies, however it dies, the pipe closes and the supervisor kills the server's group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from eval_service.engine.errors import BootFailed
+from eval_service.engine.grades import ServerPlan, checkout_path
+
+STOP_GRACE_S = 0.5  # an evaluation has no state to save, and SGLang takes 6 to 66 s over SIGTERM
+_STOP_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 20.0
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that are free now; the server that takes them may still lose a race, and is then started again."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+class ServerProcess:
+    """One boot of a server. Make it with `start`; `exited` is set once its group is gone (or must be taken to be)."""
+
+    def __init__(self, supervisor: subprocess.Popen[bytes], scratch: Path) -> None:
+        self.exited = asyncio.Event()
+        self.exit_code: int | None = None
+        self.server_pid: int | None = None
+        self.supervisor_pid = supervisor.pid
+        self._supervisor = supervisor
+        self._scratch = scratch
+        self._started = asyncio.Event()
+        self._told_end = False
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, plan: ServerPlan, *, log: Path, grace_s: float = STOP_GRACE_S) -> ServerProcess:
+        """Start a supervisor and, through it, the server; return once the server's process is there.
+
+        Raises:
+            BootFailed: the supervisor ended before it told of a server.
+        """
+        scratch = Path(tempfile.mkdtemp(prefix="evalfleet-"))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        paths = [path for path in (checkout_path(), os.environ.get("PYTHONPATH")) if path]
+        supervisor = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
+            [sys.executable, "-S", "-m", "eval_service.engine.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=scratch,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        process = cls(supervisor, scratch)
+        order = {
+            "command": list(plan.command),
+            "env": dict(plan.env),
+            "boot": plan.boot,
+            "log": str(log.resolve()),
+            "scratch": str(scratch),
+            "grace_s": grace_s,
+        }
+        try:
+            process._write(json.dumps(order).encode() + b"\n")
+            await asyncio.wait_for(process._started.wait(), _START_TIMEOUT_S)
+        except (OSError, TimeoutError) as exc:
+            await process.stop()
+            raise BootFailed("the supervisor did not start") from exc
+        except BaseException:
+            await process.stop()
+            raise
+        if process.server_pid is None:
+            await process.stop()
+            raise BootFailed("the supervisor ended before it started a server")
+        return process
+
+    def ready(self) -> None:
+        """Tell the supervisor that the server is up, so that it notes what to clean after it."""
+        with contextlib.suppress(OSError):
+            self._write(b"ready\n")
+
+    async def stop(self) -> None:
+        """End the server's group and wait for it; everything is bounded."""
+        with contextlib.suppress(OSError):
+            if self._supervisor.stdin is not None:
+                self._supervisor.stdin.close()
+        try:
+            await asyncio.wait_for(self.exited.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._supervisor.kill()
+        await self._reader
+
+    def _write(self, data: bytes) -> None:
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.write(data)
+        self._supervisor.stdin.flush()
+
+    async def _read(self) -> None:
+        """Follow the supervisor's lines to their end, which is its own end."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._supervisor.stdout
+        )
+        try:
+            async for line in reader:
+                self._hear(json.loads(line))
+        finally:
+            transport.close()
+            await asyncio.to_thread(self._supervisor.wait)
+            self._clean()
+            self._started.set()
+            self.exited.set()
+
+    def _hear(self, event: dict[str, object]) -> None:
+        if event["event"] == "started":
+            self.server_pid = int(str(event["pid"]))
+            self._started.set()
+        else:
+            self._told_end = True
+            self.exit_code = int(str(event["code"]))
+
+    def _clean(self) -> None:
+        """The supervisor is gone; where it could not say that the server is, the group is killed from here."""
+        if self.server_pid is not None and not self._told_end:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.server_pid, signal.SIGKILL)
+        if self._supervisor.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._supervisor.stdin.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
