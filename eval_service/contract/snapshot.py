@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault
-from eval_service.contract.manifest import Canary, FileEntry, Manifest, TensorEntry, read_manifest
+from eval_service.contract.manifest import Canary, FileEntry, Manifest, TensorEntry, files_digest, read_manifest
 from eval_service.contract.safetensors_io import TensorData, describe_file, hash_file, write_safetensors
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -97,6 +97,11 @@ class SnapshotWriter:
         _write_synced(path, data)
         self.files.append(hash_file(path))
 
+    def digest(self) -> str:
+        """The digest that the snapshot will have; everything must have been added."""
+        self._write_index()
+        return files_digest(self.files)
+
     def publish(self, *, canary: Canary | None, dispatch: Sequence[dict[str, Any]]) -> Published:
         """Write index, manifest, request and marker, sync, and rename.
 
@@ -137,7 +142,7 @@ class SnapshotWriter:
         if not seen:
             raise SnapshotFault("no tensor was written", field="tensors")
         shards = {entry.file for entry in self.tensors}
-        if len(shards) > 1:
+        if len(shards) > 1 and all(entry.name != names.INDEX for entry in self.files):
             total = sum(entry.size_bytes for entry in self.files if entry.name in shards)
             weight_map = {entry.name: entry.file for entry in sorted(self.tensors, key=lambda entry: entry.name)}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}

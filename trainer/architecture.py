@@ -1,0 +1,117 @@
+"""What of a Hugging Face `config.json` the model is built from; what can't be trained is refused by name.
+
+Invariant: needs neither torch nor megatron, so a refusal comes before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval_service.contract.errors import ConfigError
+
+FIELD = "model.hf_path"
+QWEN3 = "Qwen3ForCausalLM"
+SUPPORTED = (QWEN3,)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The shape of a decoder; sizes are counts, `dtype` is that of the weights on disk."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    tied: bool
+    qk_norm: bool
+    dtype: str
+
+
+def read_architecture(hf_path: Path) -> Architecture:
+    """Read and check `config.json` of a Hugging Face directory.
+
+    Raises:
+        ConfigError: no such directory or file, an architecture that is not supported, or a feature that is not.
+    """
+    table = _read_config(hf_path)
+    name = str((table.get("architectures") or ["none"])[0])
+    if name not in SUPPORTED:
+        raise ConfigError(
+            f"architecture {name} can't be trained", field=FIELD, hint=f"supported: {', '.join(SUPPORTED)}"
+        )
+    _refuse_features(table)
+    try:
+        return _architecture(name, table)
+    except KeyError as exc:
+        raise ConfigError(f"config.json has no {exc.args[0]}", field=FIELD, hint="save it with transformers") from exc
+
+
+def _read_config(hf_path: Path) -> dict[str, Any]:
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        if not (hf_path / name).is_file():
+            raise ConfigError(f"{hf_path / name} is not there", field=FIELD, hint="name a Hugging Face model directory")
+    if not any(hf_path.glob("*.safetensors")):
+        raise ConfigError(f"{hf_path} holds no safetensors file", field=FIELD, hint="save the model as safetensors")
+    try:
+        table = json.loads((hf_path / "config.json").read_text())
+    except ValueError as exc:
+        raise ConfigError(f"config.json is no JSON: {exc}", field=FIELD, hint="save it with transformers") from exc
+    if not isinstance(table, dict):
+        raise ConfigError("config.json is no object", field=FIELD, hint="save it with transformers")
+    return table
+
+
+def _rope(table: dict[str, Any]) -> dict[str, Any]:
+    # transformers 5 nests it; before, theta and scaling lay at the top.
+    nested = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    return {"rope_theta": table.get("rope_theta", 10000.0), "rope_type": nested.get("type", "default"), **nested}
+
+
+def _refuse_features(table: dict[str, Any]) -> None:
+    wanted = {
+        "hidden_act": (table.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(table.get("attention_bias", False)), False),
+        "use_sliding_window": (bool(table.get("use_sliding_window", False)), False),
+        "rope_type": (_rope(table)["rope_type"], "default"),
+    }
+    for key, (value, only) in wanted.items():
+        if value != only:
+            raise ConfigError(f"config.json: {key} = {value!r} can't be trained", field=FIELD, hint=f"only {only!r}")
+    dtype = _dtype(table)
+    if dtype not in DTYPES:
+        raise ConfigError(f"config.json: dtype {dtype} can't be trained", field=FIELD, hint=f"one of {DTYPES}")
+
+
+def _dtype(table: dict[str, Any]) -> str:
+    return str(table.get("dtype") or table.get("torch_dtype") or "float32")
+
+
+def _architecture(name: str, table: dict[str, Any]) -> Architecture:
+    heads = int(table["num_attention_heads"])
+    return Architecture(
+        name=name,
+        num_layers=int(table["num_hidden_layers"]),
+        hidden_size=int(table["hidden_size"]),
+        ffn_size=int(table["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(table.get("num_key_value_heads") or heads),
+        head_dim=int(table.get("head_dim") or int(table["hidden_size"]) // heads),
+        vocab_size=int(table["vocab_size"]),
+        max_positions=int(table["max_position_embeddings"]),
+        norm_eps=float(table["rms_norm_eps"]),
+        rope_theta=float(_rope(table)["rope_theta"]),
+        tied=bool(table.get("tie_word_embeddings", False)),
+        qk_norm=name == QWEN3,
+        dtype=_dtype(table),
+    )

@@ -1,0 +1,114 @@
+"""The trainer's own checkpoints: `<save_dir>/step_<step>/` with one file a rank, and `save_hf` directories beside.
+
+Invariants: a directory under its final name is whole (written beside, synced, renamed); files hold tensors and plain
+values only and are read as such; nothing here ever deletes a `save_hf` directory, which lies at
+`<save_dir>/hf/<run>/step_<step>-<digest8>/` with the manifest and marker of a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from eval_service.contract.errors import ConfigError
+from eval_service.contract.manifest import Canary
+from eval_service.contract.snapshot import Published, SnapshotWriter
+
+EXPORTER_NAME = "evalfleet-trainer 0.1.0"
+FIELD = "train.save_dir"
+_META = "meta.json"
+_NAME = re.compile(r"step_(\d{1,12})")
+
+
+class Weights(Protocol):
+    """What can write the weights of now into a snapshot."""
+
+    def fill(self, writer: SnapshotWriter) -> None: ...
+
+    def canary(self) -> Canary | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    directory: Path
+    run: str
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint; None: there is none."""
+        if not self.directory.is_dir():
+            return None
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / _META).is_file())
+        return max((int(match[1]) for match in found if match), default=None)
+
+    def save(self, step: int, rank: str, state: dict[str, Any]) -> Path:
+        """Publish a checkpoint; one of the same step (of an abandoned launch) gives way.
+
+        Args:
+            rank: names this rank's part of the model.
+            state: tensors and plain values.
+        """
+        target = self.directory / f"step_{step}"
+        partial = self.directory / f".partial-{uuid.uuid4().hex}"
+        partial.mkdir(parents=True)
+        try:
+            torch.save(state, partial / f"{rank}.pt")
+            (partial / _META).write_text(json.dumps({"run": self.run, "step": step, "format_version": 1}))
+            for path in partial.iterdir():
+                _sync(path)
+            _replace(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _sync(self.directory)
+        return target
+
+    def load(self, step: int, rank: str) -> dict[str, Any]:
+        """Read what `save` was given.
+
+        Raises:
+            ConfigError: it can't be read, or is of another layout of ranks.
+        """
+        path = self.directory / f"step_{step}" / f"{rank}.pt"
+        try:
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+        except (OSError, RuntimeError, ValueError) as exc:
+            raise ConfigError(
+                f"{path} can't be read: {exc}", field=FIELD, hint="name another directory, or set train.resume = false"
+            ) from exc
+
+    def save_hf(self, step: int, weights: Weights) -> Published:
+        """Publish the weights as a Hugging Face directory; the same weights again are the same directory.
+
+        Raises:
+            OSError: as the file system has it; what was written of it is removed.
+        """
+        with SnapshotWriter(self.directory / "hf", self.run, step, EXPORTER_NAME) as writer:
+            weights.fill(writer)
+            return writer.publish(canary=weights.canary(), dispatch=())
+
+
+def _replace(partial: Path, target: Path) -> None:
+    if target.exists():
+        old = target.with_name(f".trash-{uuid.uuid4().hex}")
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(target)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

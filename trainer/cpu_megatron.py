@@ -1,0 +1,50 @@
+"""Megatron-core without CUDA: what it asks of `torch.cuda` by name is answered by the CPU.
+
+Invariants: does nothing where CUDA is there; `torch` itself is left as it is. Only the few megatron modules that name
+the device see a stand-in for their own global `torch`, which passes everything on but the device.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from trainer import mcore
+
+_CPU = torch.device("cpu")
+# Rotary tables, the schedules' token counter, the gradient buffers.
+_MODULES: tuple[ModuleType, ...] = (mcore.rotary_pos_embedding, mcore.schedules, mcore.param_and_grad_buffer)
+
+
+def install() -> bool:
+    """Answer megatron's questions for a CUDA device with the CPU; tells whether it was needed. Safe to call again."""
+    if torch.cuda.is_available():
+        return False
+    for module in _MODULES:
+        if not isinstance(module.__dict__["torch"], _TorchOnCpu):
+            module.__dict__["torch"] = _TorchOnCpu()
+    return True
+
+
+class _CudaOnCpu:
+    """`torch.cuda`, whose current device is the CPU."""
+
+    def current_device(self) -> torch.device:
+        return _CPU
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnCpu:
+    """`torch`, whose factories take `device="cuda"` for the CPU."""
+
+    cuda = _CudaOnCpu()
+
+    def zeros(self, *size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return torch.zeros(*size, device=_CPU if device == "cuda" else device, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,125 @@
+"""The loop: what is evaluated before training, the steps with their saves and points, and what comes after.
+
+Invariants: a point before training is evaluated before the next step begins; a step's save comes before its evaluation;
+the last step is always saved; drain comes before teardown, also after an exception or SIGTERM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval_service.contract.errors import SnapshotFault
+from eval_service.contract.wire import Kind, Source
+from trainer.cadence import Point
+from trainer.checkpoint import CheckpointStore, Weights
+from trainer.config import RunConfig
+from trainer.crash import crash_point
+from trainer.data import Dataset
+from trainer.display import Display
+from trainer.drain import drain, summary
+from trainer.eval_hook import EvalHook, Given
+from trainer.steplog import StepLog
+from trainer.stopping import StopFlag
+from trainer.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One launch: from step `start` to the last, with the points of `points`."""
+
+    config: RunConfig
+    start: int
+    points: tuple[Point, ...]
+    log: StepLog
+    display: Display
+    stop: StopFlag
+    hook: EvalHook | None
+
+    def before_training(self) -> None:
+        """Evaluate what comes before the next step: the base model, the step resumed from, or a last one lacking."""
+        for point in self.points:
+            if self.hook is None or point.step != self.start:
+                continue
+            base = self.config.model.hf_path if point.step == 0 else None
+            self.hook.evaluate(point, base=base, if_lacking=point.kind is Kind.FINAL)
+
+    def train(self, training: Training, dataset: Dataset, saver: Saver) -> None:
+        """Train until the last step or a stop."""
+        due = {point.step: point for point in self.points}
+        for step in range(self.start + 1, self.config.train.num_steps + 1):
+            if self.stop.is_set:
+                self.log.write("stopped", step=step - 1)
+                return
+            self._train_step(step, training, dataset)
+            point = due.get(step)
+            if saver.is_due(step, point):
+                saver.save(step)
+            if point is not None and self.hook is not None and not self.stop.is_set:
+                self.hook.evaluate(point)
+
+    def _train_step(self, step: int, training: Training, dataset: Dataset) -> None:
+        self.log.write("step_begin", step=step)
+        crash_point("in_step", step)
+        result = training.step(step, dataset)
+        self.log.write(
+            "step_end", step=step, loss=result.loss, lr=result.rate, grad_norm=result.grad_norm, tokens=result.tokens
+        )
+        if self.hook is not None:
+            self.hook.link.at_step(step)
+        self.display.step(step, result.loss, result.rate)
+
+    @contextmanager
+    def drained(self, output_dir: Path) -> Iterator[None]:
+        """Drain on the way out, whatever the way, and before anything is torn down."""
+        if self.hook is not None:
+            self.hook.link.start(self.start)
+        try:
+            yield
+        except BaseException as exc:
+            self.log.write("exception", detail=f"{type(exc).__name__}: {exc}")
+            raise
+        finally:
+            self.stop.cuts_waits = False
+            if self.hook is not None:
+                receipt = drain(self.hook, output_dir=output_dir, on_progress=self.display.draining)
+                self.display.say(summary(receipt))
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Saves checkpoints and, beside them, Hugging Face directories; the latter are what `reuse` evaluates."""
+
+    config: RunConfig
+    store: CheckpointStore
+    training: Training
+    weights: Weights
+    log: StepLog
+    clock: Callable[[], float]
+
+    def is_due(self, step: int, point: Point | None) -> bool:
+        """The interval, the last step, and whatever an evaluation is to reuse."""
+        train = self.config.train
+        periodic = train.save_interval is not None and step % train.save_interval == 0
+        return periodic or step == train.num_steps or (point is not None and self.config.reuses)
+
+    def save(self, step: int) -> None:
+        """Save a step. A Hugging Face directory that can't be written costs its point, not the run."""
+        started = self.clock()
+        if self.config.train.save_hf:
+            try:
+                self.store.save_hf(step, self.weights)
+            except (OSError, SnapshotFault) as exc:
+                self.log.write("save_hf_failed", step=step, detail=str(exc))
+        path = self.training.save(step, self.store)
+        self.log.write("save", step=step, path=str(path), save_s=self.clock() - started)
+        crash_point("after_save", step)
+
+    def given(self, step: int) -> Given:
+        """The step's own Hugging Face directory; written now if its save has none."""
+        started = self.clock()
+        published = self.store.save_hf(step, self.weights)
+        export_s = None if published.reused else self.clock() - started
+        return Given(published.path, Source.REUSE, published.manifest.digest, export_s)

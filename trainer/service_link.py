@@ -1,0 +1,146 @@
+"""The trainer's side of the service: announces the run, tells progress, and sends what was kept while it was away.
+
+Invariant: nothing here raises for a service that is away, answers late or answers with an error; what could not be sent
+is in the outbox, and what was refused is in the step log.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, Unavailable
+from eval_service.contract.outbox import Outbox
+from eval_service.contract.wire import DispatchRequest, RunSpec
+from trainer.config import RunConfig
+from trainer.steplog import StepLog
+
+PROGRESS_INTERVAL_S = 10.0
+
+
+class ServiceLink:
+    """One run's link. Its thread tells the step every 10 s; everything else runs on the caller's."""
+
+    def __init__(self, config: RunConfig, client: EvalClient, log: StepLog) -> None:
+        self.run = config.run.name
+        self.client = client
+        self.outbox = Outbox.of(config.run.root, config.run.name)
+        self._spec = run_spec(config)
+        self._log = log
+        self._announced = False
+        self._reports: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        self._step: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="evalfleet-progress", daemon=True)
+
+    def check(self) -> None:
+        """Announce the run at start-up, when a refusal can still be mended.
+
+        Raises:
+            ConfigError: the service refuses the run (an unknown suite, a root that is not one of its own).
+        """
+        try:
+            self._announce()
+        except InvalidRequest as exc:
+            raise ConfigError(f"the service refuses the run: {exc.message}", field=exc.field, hint=exc.hint) from exc
+        except EvalfleetError as exc:
+            self._log.write("service_away", detail=str(exc))
+
+    def start(self, step: int) -> None:
+        """Begin to tell progress."""
+        self._step = step
+        self._thread.start()
+
+    def at_step(self, step: int) -> None:
+        """The trainer has completed `step`."""
+        self._step = step
+
+    def report(self, point: str, detail: str) -> None:
+        """A reserved point's export failed; told again later if the service is away."""
+        self._reports.append((point, detail))
+        self.flush()
+
+    def keep(self, request: DispatchRequest) -> None:
+        """Put a request that could not be sent into the outbox."""
+        self.outbox.put(request)
+
+    def unsent(self) -> int:
+        """Snapshots in the outbox."""
+        return sum(1 for _ in self.outbox.pending())
+
+    def flush(self) -> bool:
+        """Send whatever is waiting; tells whether nothing is left."""
+        with self._lock:
+            try:
+                self._announce()
+                self._send_reports()
+                for path, request in self.outbox.pending():
+                    self._send(request)
+                    self.outbox.drop(path)
+            except EvalfleetError as exc:
+                self._log.write("service_away", detail=str(exc))
+                return False
+            return True
+
+    def stop(self) -> None:
+        """End the thread, and tell the last step."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=PROGRESS_INTERVAL_S)
+        self._tell_once()
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self.client.put_run(self.run, self._spec)
+            self._announced = True
+
+    def _send_reports(self) -> None:
+        while self._reports:
+            point, detail = self._reports[0]
+            try:
+                self.client.report(point, detail)
+            except Unavailable:
+                raise
+            except EvalfleetError as exc:
+                self._log.write("report_refused", point=point, detail=str(exc))
+            self._reports.pop(0)
+
+    def _send(self, request: DispatchRequest) -> None:
+        try:
+            reply = self.client.dispatch(request)
+        except Unavailable:
+            raise
+        except EvalfleetError as exc:
+            self._log.write("eval_refused", step=request.step, detail=str(exc))
+        else:
+            self._log.write("eval_dispatched", step=request.step, outcome=reply.outcome, from_outbox=True)
+
+    def _tell(self) -> None:
+        while not self._stop.wait(PROGRESS_INTERVAL_S):
+            self._tell_once()
+            if self.unsent():
+                self.flush()
+
+    def _tell_once(self) -> None:
+        if self._step is None or not self._announced:
+            return
+        try:
+            self.client.progress(self.run, self._step)
+        except EvalfleetError as exc:
+            self._log.write("service_away", detail=str(exc))
+
+
+def run_spec(config: RunConfig) -> RunSpec:
+    """What the service is told of the run."""
+    section = config.eval
+    return RunSpec(
+        root=str(config.run.root),
+        suites=section.suites,
+        overflow=section.overflow,
+        max_in_flight=section.max_in_flight,
+        keep=section.keep,
+        priority=section.priority,
+        max_engines=section.max_engines,
+        num_steps=config.train.num_steps,
+    )

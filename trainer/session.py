@@ -1,0 +1,157 @@
+"""From a checked config to a finished run: what is there is looked at, refused or planned, then trained and evaluated.
+
+Invariant: everything that can be refused is refused in `prepare`, before a process group or a model exists.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eval_service.contract import names
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import ConfigError
+from trainer import cadence
+from trainer.architecture import FIELD, Architecture, read_architecture
+from trainer.checkpoint import CheckpointStore
+from trainer.config import RunConfig, resolved_json
+from trainer.data import Dataset, load_dataset
+from trainer.display import Display
+from trainer.eval_hook import EvalHook
+from trainer.export import Exporter
+from trainer.loop import Loop, Saver
+from trainer.parallel import check_world, parallel_session
+from trainer.service_link import ServiceLink
+from trainer.steplog import StepLog
+from trainer.stopping import EXIT_CODE, StopFlag
+from trainer.training import build_training
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can work. `start` is the step resumed from, None for a fresh one; `dataset` None: nothing to train."""
+
+    config: RunConfig
+    architecture: Architecture
+    dataset: Dataset | None
+    start: int | None
+    points: tuple[cadence.Point, ...]
+
+    @property
+    def description(self) -> str:
+        """The resolved settings and the plan, for people."""
+        begin = "fresh run" if self.start is None else f"resumes from step {self.start}"
+        steps = f"{begin}; trains to step {self.config.train.num_steps}"
+        return f"{resolved_json(self.config)}\n{steps}\nplan: {cadence.describe(self.points)}"
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Look at model, data and checkpoints, and make the plan.
+
+    Raises:
+        ConfigError: names what can't work.
+    """
+    check_world()
+    architecture = read_architecture(config.model.hf_path)
+    store = CheckpointStore(config.save_dir, config.run.name)
+    start = store.latest() if config.train.resume and config.train.num_steps else None
+    trains = (start or 0) < config.train.num_steps
+    dataset = _dataset(config) if trains else None
+    points = cadence.plan(
+        start=start or 0,
+        num_steps=config.train.num_steps,
+        interval=config.eval.interval,
+        steps_per_epoch=dataset.steps_per_epoch if dataset else None,
+        skip_eval_before_train=config.eval.skip_eval_before_train,
+    )
+    return Prepared(config, architecture, dataset, start, points)
+
+
+def run(prepared: Prepared) -> int:
+    """Train and evaluate; returns the exit code."""
+    config, start = prepared.config, prepared.start or 0
+    _save_plan(prepared)
+    stop = StopFlag()
+    with ExitStack() as stack:
+        log = StepLog(config.output_dir / "steps.jsonl")
+        stack.callback(log.close)
+        stack.callback(log.write, "teardown")
+        log.write("start", start=start, num_steps=config.train.num_steps, resumed=prepared.start is not None)
+        display = Display(start, config.train.num_steps)
+        stack.callback(display.close)
+        stack.enter_context(stop.installed())
+        hook = _hook(config, log, stop, stack)
+        loop = Loop(config, start, prepared.points, log, display, stop, hook)
+        if config.train.num_steps == 0:
+            with loop.drained(config.output_dir):
+                loop.before_training()
+        elif prepared.dataset is not None or prepared.points:
+            _run_model(prepared, loop)
+    return EXIT_CODE if stop.is_set else 0
+
+
+def _run_model(prepared: Prepared, loop: Loop) -> None:
+    config = prepared.config
+    store = CheckpointStore(config.save_dir, config.run.name)
+    with parallel_session(config.train.seed, config.train.threads):
+        training = build_training(prepared.architecture, config.model.hf_path, config.train)
+        if prepared.start is not None:
+            training.load(prepared.start, store)
+        weights = Exporter(training.model, config.model.hf_path, config.eval.canary)
+        saver = Saver(config, store, training, weights, loop.log, time.monotonic)
+        if loop.hook is not None:
+            loop.hook.weights, loop.hook.checkpoint = weights, saver.given
+        with loop.drained(config.output_dir):
+            loop.before_training()
+            if prepared.dataset is not None:
+                loop.train(training, prepared.dataset, saver)
+
+
+def _hook(config: RunConfig, log: StepLog, stop: StopFlag, stack: ExitStack) -> EvalHook | None:
+    if not config.eval.enabled or config.eval.url is None:
+        return None
+    client = stack.enter_context(EvalClient(config.eval.url, sleep=stop.sleep))
+    link = ServiceLink(config, client, log)
+    link.check()
+    return EvalHook(config, link, log)
+
+
+def _dataset(config: RunConfig) -> Dataset:
+    return load_dataset(
+        config.data.train,
+        _tokenizer(config),
+        max_length=config.data.max_length,
+        seed=config.train.seed,
+        global_batch_size=config.train.global_batch_size,
+    )
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.hf_path, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"no tokenizer can be loaded: {exc}", field=FIELD, hint="save one beside the model") from exc
+    if not tokenizer.is_fast or not tokenizer.chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template or no tokenizer.json",
+            field=FIELD,
+            hint="give it both, and save it again",
+        )
+    return tokenizer
+
+
+def _save_plan(prepared: Prepared) -> None:
+    config = prepared.config
+    try:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        names.run_dir(config.run.root, config.run.name).mkdir(parents=True, exist_ok=True)
+        (config.output_dir / "config.json").write_text(resolved_json(config))
+        plan = {"start": prepared.start, "points": [asdict(point) for point in prepared.points]}
+        (config.output_dir / "plan.json").write_text(json.dumps(plan, indent=1))
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename} can't be written: {exc.strerror}", field="run.output_dir") from exc

@@ -1,0 +1,54 @@
+"""Every event of a run, in order, as JSON lines: `{"seq", "time", "event", ...}`.
+
+Invariant: a line is in the operating system's hands before the event's successor begins, so what a killed trainer did
+can be read from it. `seq` goes on where an earlier launch ended.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class StepLog:
+    """Appends to one file; safe to use from several threads."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seq = _last_seq(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event; fields must be JSON."""
+        with self._lock:
+            self._seq += 1
+            entry = {"seq": self._seq, "time": self._clock(), "event": event, **fields}
+            self._file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_steplog(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a log, oldest first; a last line cut short by a kill is left out."""
+    entries: list[dict[str, Any]] = []
+    if not path.exists():
+        return entries
+    for line in path.read_text().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def _last_seq(path: Path) -> int:
+    return max((int(entry["seq"]) for entry in read_steplog(path)), default=0)

@@ -1,0 +1,48 @@
+"""SIGTERM as a wish: the step under way is completed, the run is drained, then it ends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class Stopped(Exception):
+    """A wait was cut short because the run is to end."""
+
+
+class StopFlag:
+    """Whether the run was asked to end."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.cuts_waits = True  # until the drain, whose waiting is what a stop asks for
+
+    def sleep(self, seconds: float) -> None:
+        """As `time.sleep`, for waits that a stop cuts short.
+
+        Raises:
+            Stopped: the run is to end.
+        """
+        if self.is_set and self.cuts_waits:
+            raise Stopped
+        time.sleep(seconds)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Answer the first SIGTERM with the flag, and a second one with the default (death)."""
+
+        def handle(number: int, _: object) -> None:
+            if self.is_set:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            self.is_set = True
+
+        before = signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
