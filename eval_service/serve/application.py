@@ -119,7 +119,7 @@ class ServeLink:
 class EngineDeployment:
     """One engine: a runner that owns an SGLang process group."""
 
-    async def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
+    def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
         host = ray.util.get_node_ip_address()
@@ -184,7 +184,7 @@ def check(settings: Settings) -> None:
 def _deployment(
     part: type, name: str, *, num_replicas: int = 1, num_gpus: int = 0, graceful_shutdown_timeout_s: float
 ) -> Any:
-    return serve.deployment(part).options(  # type: ignore[call-overload]
+    return serve.deployment(part).options(
         name=name,
         num_replicas=num_replicas,
         max_ongoing_requests=MAX_ONGOING,
