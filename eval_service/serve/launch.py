@@ -53,7 +53,7 @@ def serve_forever(
         _init_ray(address, temp_dir)
         options = {"host": fleet.service.host, "port": fleet.service.port}
         serve.start(proxy_location="HeadOnly", http_options=options)
-        serve.run(build(settings), name=APPLICATION, route_prefix="/", _blocking=False)
+        serve.run(build(settings), name=APPLICATION, route_prefix="/")
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
         stop.wait()
         print("evalfleet: stopping", flush=True)
