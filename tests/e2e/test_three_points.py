@@ -1,0 +1,40 @@
+"""The whole path: the real trainer, the real service, two real engines, three points."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval_service.contract.states import PinProof
+from eval_service.contract.wire import Kind
+from tests.support.live import DONE, PROMPTS, Live, Training, wait_for
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+def test_a_run_of_few_steps_has_exactly_three_points_done_on_the_pinned_weights(live: Live) -> None:
+    training = Training(live, "three", {"eval": {"keep": 1}})
+    training.start()
+    training.finish()
+
+    points = live.points("three")
+    assert [(point.step, point.kind, point.state) for point in points] == [
+        (0, Kind.BASELINE, DONE),
+        (2, Kind.PERIODIC, DONE),
+        (4, Kind.FINAL, DONE),
+    ]
+    for point in points:
+        samples = live.samples(point.id)
+        assert len(samples) == PROMPTS
+        assert {sample.weight_version for sample in samples} == {point.weight_version}
+        assert point.weight_version is not None
+        assert point.weight_version.startswith(f"{(point.digest or '')[:8]}.")
+    assert [point.pin_proof for point in points] == [PinProof.AGREEMENT, PinProof.CANARY, PinProof.CANARY]
+    assert len({point.weight_version for point in points}) == 3
+    assert points[-1].force
+    receipt = json.loads((training.output / "out" / "receipt.json").read_text())
+    assert receipt["drained"]
+    assert len(receipt["done"]) == 3
+    wait_for(lambda: live.snapshots("three") == [4], "what is left to be `keep`")
+    assert not list((live.root / "three").glob(".*")), "no partial directory is left"

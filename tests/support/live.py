@@ -1,0 +1,254 @@
+"""The real service with two real engines, and the real trainer, for the tests that need them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import Unavailable
+from eval_service.contract.names import parse_step_dir
+from eval_service.contract.states import ENDS, PointState
+from eval_service.contract.wire import EngineState, EngineView, PointView, SampleView
+from eval_service.demo import tasks, tiny
+from eval_service.demo.processes import Child, Family
+from eval_service.demo.service import free_port, wait_ready
+
+SUITE = "letters"
+ENGINES = 2
+PROMPTS = 32  # of a suite, over its two tasks
+_T = TypeVar("_T")
+
+
+def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = 90.0) -> _T:
+    """Look every 50 ms until there is something; a test's own deadline names what it waited for."""
+    until = time.monotonic() + timeout_s
+    while (found := look()) is None or found is False:
+        assert time.monotonic() < until, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.05)
+    return found
+
+
+@dataclass
+class Live:
+    """One running service and the places that it works in."""
+
+    base: Path
+    family: Family
+    grade: str = "sglang-cpu"
+    port: int = field(default_factory=free_port)
+    child: Child = field(init=False)
+    client: EvalClient = field(init=False)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> Path:
+        """The base model, which the engines boot with."""
+        return self.base / "model"
+
+    @property
+    def root(self) -> Path:
+        """The root of every run."""
+        return self.base / "runs"
+
+    def build(self) -> None:
+        """Model, data and configuration."""
+        tiny.build_model(self.model)
+        tokenizer = tiny.build_tokenizer()
+
+        def render(question: str) -> str:
+            message = [{"role": "user", "content": question}]
+            return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+        tasks.write_data(self.base / "data", render, seed=7, train_examples=400, eval_examples=48)
+        self.root.mkdir()
+        (self.base / "beyond.jsonl").write_text(
+            json.dumps({"prompt": "whole", "answer": "x", "ids": [1, 2, 3]})
+            + "\n"
+            + json.dumps({"prompt": "beyond", "answer": "x", "ids": [1, 10**6]})
+            + "\n"
+        )
+        (self.base / "fleet.toml").write_text(_FLEET.format(grade=self.grade, engines=ENGINES))
+        (self.base / "suites.toml").write_text(_SUITES)
+
+    def start(self) -> None:
+        """Start `evalfleet serve`, and wait until its engines are ready."""
+        self.child = self.family.start(
+            "the service",
+            ["eval_service.cli.main", "serve", "--fleet", "fleet.toml", "--suites", "suites.toml"]
+            + ["--port", str(self.port)],
+            log=self.base / "service.log",
+            cwd=self.base,
+        )
+        self.client = EvalClient(self.url)
+        wait_ready(self.child, self.client, timeout_s=120)
+        self.wait_engines()
+
+    def close(self) -> None:
+        """Close the client's connections."""
+        if hasattr(self, "client"):
+            self.client.close()
+
+    def wait_engines(self, timeout_s: float = 240.0) -> list[EngineView]:
+        """Wait until every engine serves."""
+
+        def ready() -> list[EngineView] | None:
+            self.child.must_run()
+            found = [engine for engine in self.engines() if engine.state is EngineState.READY]
+            return found if len(found) == ENGINES else None
+
+        return wait_for(ready, "the engines", timeout_s)
+
+    def engines(self) -> list[EngineView]:
+        """The eval group's engines, lost ones included."""
+        with suppress(Unavailable):
+            return [engine for group in self.client.fleet().groups for engine in group.engines]
+        return []
+
+    def points(self, run: str, **query: Any) -> list[PointView]:
+        """A run's points that count."""
+        return [point for point in self.client.points(run=run, **query).points if not point.superseded]
+
+    def ended(self, run: str, count: int, timeout_s: float = 90.0) -> list[PointView]:
+        """Wait until a run has so many points, all of them ended."""
+
+        def look() -> list[PointView] | None:
+            with suppress(Unavailable):
+                found = self.points(run)
+                if len(found) >= count and all(point.state in ENDS for point in found):
+                    return found
+            return None
+
+        return wait_for(look, f"{count} ended points of {run}", timeout_s)
+
+    def samples(self, point: str) -> list[SampleView]:
+        """All samples of a point."""
+        return list(self.client.samples(point, limit=10_000).samples)
+
+    def snapshots(self, run: str) -> list[int]:
+        """Steps of the published snapshots on storage."""
+        found = [parse_step_dir(path.name) for path in (self.root / run).glob("step_*")]
+        return sorted(parsed.step for parsed in found if parsed is not None)
+
+
+@dataclass
+class Training:
+    """A trainer's process, its configuration and what it left."""
+
+    live: Live
+    run: str
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    child: Child | None = None
+    tries: int = 0
+
+    @property
+    def output(self) -> Path:
+        """Step log, plan, receipt."""
+        return self.live.base / "trainers" / self.run
+
+    def start(self, **environment: str) -> Child:
+        """Start the trainer; the same run again resumes."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        path = self.output / "run.toml"
+        path.write_text(self._toml())
+        self.tries += 1
+        os.environ.update(environment)
+        try:
+            self.child = self.live.family.start(
+                f"trainer {self.run}",
+                ["trainer.main", "--config", str(path)],
+                log=self.output / f"trainer-{self.tries}.log",
+                cwd=self.live.base,
+            )
+        finally:
+            for name in environment:
+                del os.environ[name]
+        return self.child
+
+    def finish(self, code: int = 0, timeout_s: float = 110.0) -> None:
+        """Wait for its end."""
+        assert self.child is not None
+        assert self.child.wait(timeout_s), f"the trainer did not end:\n{self.child.tail()}"
+        assert self.child.process.returncode == code, self.child.tail()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self.child is not None
+        self.child.process.send_signal(number)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Its step log, in order, over all its lives."""
+        path = self.output / "out" / "steps.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def events(self, *names: str) -> Iterator[tuple[str, int | None]]:
+        """(event, step) of the named events, in order."""
+        return ((line["event"], line.get("step")) for line in self.log() if line["event"] in names)
+
+    def _toml(self) -> str:
+        table: dict[str, dict[str, Any]] = {
+            "run": {"name": self.run, "root": str(self.live.root), "output_dir": str(self.output / "out")},
+            "model": {"hf_path": str(self.live.model)},
+            "data": {"train": str(self.live.base / "data" / "train.jsonl"), "max_length": 64},
+            "train": {"num_steps": 4, "global_batch_size": 8, "micro_batch_size": 8, "lr": 1e-3, "threads": 1},
+            "eval": {"url": self.live.url, "interval": 2, "suites": [SUITE], "drain_timeout_s": 90.0},
+        }
+        for section, values in self.settings.items():
+            table.setdefault(section, {}).update(values)
+        return "\n".join(
+            f"[{section}]\n"
+            + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None)
+            for section, values in table.items()
+        )
+
+
+_FLEET = """
+[service]
+roots = ["runs", "model"]
+state_dir = "state"
+scan_interval_s = 2.0
+visibility_timeout_s = 2.0
+reservation_timeout_s = 60.0
+
+[groups.eval]
+grade = "{grade}"
+model = "model"
+num_engines = {engines}
+num_gpus_per_engine = 0
+server_concurrency = 16
+"""
+
+_SUITES = """
+[suites.letters]
+sampling = { max_new_tokens = 8 }
+datasets = [
+    { name = "sort", path = "data/eval_sort.jsonl" },
+    { name = "reverse", path = "data/eval_reverse.jsonl" },
+]
+
+[suites.beyond]
+sampling = { max_new_tokens = 4 }
+max_error_rate = 0.6
+datasets = [{ name = "ids", path = "beyond.jsonl", prompt_ids = "ids" }]
+
+[suites.slow]
+sampling = { max_new_tokens = 160 }
+datasets = [
+    { name = "sort", path = "data/eval_sort.jsonl" },
+    { name = "reverse", path = "data/eval_reverse.jsonl" },
+]
+"""
+
+DONE = PointState.DONE
