@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eval_service.contract.wire import Source
 from eval_service.gc.plan import Leftover, LeftoverKind, SnapshotRow, plan_deletions, plan_leftovers
+from tests.support.properties import steady
 
 FLAGS = ("reserved", "queued", "leased", "pinned", "best", "held")
 
@@ -90,6 +91,7 @@ def ledgers(draw: st.DrawFn) -> list[SnapshotRow]:
     ]
 
 
+@steady
 @given(ledgers(), st.integers(0, 3))
 def test_no_plan_touches_what_is_needed_and_every_run_is_left_its_keep(rows: list[SnapshotRow], keep: int) -> None:
     planned = {deletion.id for deletion in plan_deletions(rows, {"r1": keep, "r2": keep})}
