@@ -53,6 +53,11 @@ class _Call:
     def excluded(self) -> frozenset[str]:
         return frozenset(fault.upstream for fault in self.faults)
 
+    @property
+    def reached(self) -> int:
+        """Faults that the request may have caused: where no connection came about, it can't have."""
+        return sum(fault.kind is not FaultKind.CONNECT for fault in self.faults)
+
     def remaining_s(self, now: float) -> float:
         return max(self.deadline - now, 0.0)
 
@@ -258,7 +263,7 @@ class Router:
         self._faults[fault.kind] += 1
         if self._slots_of(run).failed(run, self.limits.eject_after):
             self._totals.ejections += 1
-        if len(call.faults) >= self.limits.max_faults:
+        if call.reached >= self.limits.max_faults:
             raise UpstreamFailed(f"no answer in {call.attempts} runs", call.faults)
 
     # --- slots ------------------------------------------------------------------------------------------------------
