@@ -95,7 +95,9 @@ class Router:
     # --- targets ----------------------------------------------------------------------------------------------------
 
     def set_target(self, name: str, upstreams: Iterable[Upstream]) -> None:
-        """Make a target, or change it to be exactly these upstreams; requests that wait go on waiting."""
+        """Make a target, or change it to be exactly these upstreams; requests that wait go on waiting. One that it has
+        already stays as it is, ejected or not.
+        """
         wanted = {upstream.id: upstream for upstream in upstreams}
         gate = self._gates.get(name)
         if gate is None:
@@ -103,7 +105,8 @@ class Router:
         for gone in gate.slots.keys() - wanted.keys():
             self.remove(name, gone)
         for upstream in wanted.values():
-            self.add(name, upstream)
+            if (known := gate.slots.get(upstream.id)) is None or known.upstream != upstream:
+                self.add(name, upstream)
 
     def add(self, name: str, upstream: Upstream) -> None:
         """Give a target one more upstream, which the caller has proven; the same id with another URL replaces it.

@@ -104,6 +104,8 @@ async def test_an_upstream_that_only_answers_503_is_ejected_until_readmitted(rou
             await ask(router)
         assert (a.fake.seen, router.stats().totals.ejections) == (LIMITS.eject_after, 1)
         a.fake.status = 200
+        router.set_target("lane", [a.fake.upstream, b.fake.upstream])
+        assert not router.stats().upstreams["a"].healthy
         assert router.readmit("a")
         assert {(await ask(router)).upstream for _ in range(4)} == {"a", "b"}
         assert not router.readmit("never heard of")

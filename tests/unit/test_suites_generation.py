@@ -61,6 +61,13 @@ def test_an_aborted_generation_is_no_answer() -> None:
         parse_answer(200, _body({"type": "abort", "message": "for a reload"}))
 
 
+def test_a_generation_that_weights_were_swapped_under_is_no_answer() -> None:
+    same = {"version": "abc.1", "start": 0, "end": 2}
+    assert parse_answer(200, _body({"type": "stop"}, weight_versions=[same])).weight_version == "abc.1"
+    with pytest.raises(UnusableAnswer, match=r"abc\.1, abc\.2"):
+        parse_answer(200, _body({"type": "stop"}, weight_versions=[same, {**same, "version": "abc.2"}]))
+
+
 @pytest.mark.parametrize(
     "body",
     [
