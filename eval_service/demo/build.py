@@ -36,6 +36,7 @@ def build(workspace: Workspace, plan: Plan, *, url: str, port: int) -> Built:
         eval_examples=plan.eval_examples,
     )
     disjoint = tasks.check_disjoint(data, render)
+    workspace.snapshots.mkdir()
     workspace.config("fleet").write_text(fleet_toml(plan, port))
     workspace.config("suites").write_text(suites_toml(plan))
     workspace.config("run").write_text(run_toml(plan, url))
