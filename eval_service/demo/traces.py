@@ -1,6 +1,6 @@
 """Reads what the trainer leaves in its output directory: the step log and the receipt of its drain.
 
-The step log is JSON lines of {"time", "event", ...}, where event `step` is a completed step.
+The step log is JSON lines of {"time", "event", ...}, where event `step_end` is a completed step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from eval_service.contract import names
 from eval_service.contract.wire import Receipt
 
 STEP_LOG = "steps.jsonl"
+STEP_END = "step_end"
 
 
 def trained_until(output_dir: Path) -> float | None:
@@ -26,7 +27,7 @@ def trained_until(output_dir: Path) -> float | None:
             entry = json.loads(line)
         except ValueError:
             continue  # cut short by a kill
-        if entry.get("event") == "step":
+        if entry.get("event") == STEP_END:
             last = float(entry["time"])
     return last
 

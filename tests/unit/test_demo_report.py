@@ -156,7 +156,11 @@ def test_both_files_are_written_and_the_page_needs_no_other(tmp_path: Path) -> N
 
 
 def test_training_ended_with_the_last_whole_step_of_the_log(tmp_path: Path) -> None:
-    lines = [{"time": 1.0, "event": "step", "step": 1}, {"time": 2.0, "event": "step"}, {"time": 9.0, "event": "x"}]
+    lines = [
+        {"time": 1.0, "event": "step_end", "step": 1},
+        {"time": 2.0, "event": "step_end"},
+        {"time": 9.0, "event": "x"},
+    ]
     (tmp_path / traces.STEP_LOG).write_text("\n".join(map(json.dumps, lines)) + '\n{"time": 10, "ev')
     assert traces.trained_until(tmp_path) == 2.0
     assert traces.trained_until(tmp_path / "nowhere") is None
