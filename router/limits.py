@@ -23,7 +23,8 @@ class Limits:
     wait_timeout_s: float = 600.0
     """For one wait at the gate, whether no upstream has room or none is there."""
     max_faults: int = 3
-    """Runs of one request that may meet a fault; the last one's is the caller's error."""
+    """Runs of one request that may reach an upstream and meet a fault; after so many the caller gets the error. Where
+    no connection came about the request can't be to blame: ejection and the caller's deadline bound that."""
     eject_after: int = 3
     """Faults in a row that eject an upstream until it is readmitted."""
     same_again_after_s: float = 1.0

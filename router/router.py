@@ -53,6 +53,11 @@ class _Call:
     def excluded(self) -> frozenset[str]:
         return frozenset(fault.upstream for fault in self.faults)
 
+    @property
+    def reached(self) -> int:
+        """Faults that the request may have caused: where no connection came about, it can't have."""
+        return sum(fault.kind is not FaultKind.CONNECT for fault in self.faults)
+
     def remaining_s(self, now: float) -> float:
         return max(self.deadline - now, 0.0)
 
@@ -90,7 +95,9 @@ class Router:
     # --- targets ----------------------------------------------------------------------------------------------------
 
     def set_target(self, name: str, upstreams: Iterable[Upstream]) -> None:
-        """Make a target, or change it to be exactly these upstreams; requests that wait go on waiting."""
+        """Make a target, or change it to be exactly these upstreams; requests that wait go on waiting. One that it has
+        already stays as it is, ejected or not.
+        """
         wanted = {upstream.id: upstream for upstream in upstreams}
         gate = self._gates.get(name)
         if gate is None:
@@ -98,7 +105,8 @@ class Router:
         for gone in gate.slots.keys() - wanted.keys():
             self.remove(name, gone)
         for upstream in wanted.values():
-            self.add(name, upstream)
+            if (known := gate.slots.get(upstream.id)) is None or known.upstream != upstream:
+                self.add(name, upstream)
 
     def add(self, name: str, upstream: Upstream) -> None:
         """Give a target one more upstream, which the caller has proven; the same id with another URL replaces it.
@@ -258,7 +266,7 @@ class Router:
         self._faults[fault.kind] += 1
         if self._slots_of(run).failed(run, self.limits.eject_after):
             self._totals.ejections += 1
-        if len(call.faults) >= self.limits.max_faults:
+        if call.reached >= self.limits.max_faults:
             raise UpstreamFailed(f"no answer in {call.attempts} runs", call.faults)
 
     # --- slots ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from eval_service.contract.errors import EvalfleetError
 
 MARK = "EVALFLEET_DEMO_NONCE"
 TAIL_LINES = 15
+LOOK_S = 0.1
 
 
 class DemoError(EvalfleetError):
@@ -110,12 +112,18 @@ class Family:
     def end(self, *, grace_s: float = 60.0, linger_s: float = 15.0) -> list[str]:
         """End everything, the youngest child first; return what did not end in order and had to be killed."""
         left = [child.name for child in reversed(self.children) if not child.stop(grace_s)]
-        _, alive = psutil.wait_procs(self.members(), timeout=linger_s)
-        for process in alive:
+        for process in self._linger(linger_s):
             left.append(_describe(process))
             _kill(process)
-        psutil.wait_procs(alive, timeout=linger_s)
+        self._linger(linger_s)
         return left
+
+    def _linger(self, timeout_s: float) -> list[psutil.Process]:
+        # What has ended but is not reaped (a container without an init) has no environment, and so counts as gone.
+        deadline = time.monotonic() + timeout_s
+        while (alive := self.members()) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return alive
 
     def _environment(self) -> dict[str, str]:
         root = str(Path(eval_service.__file__).parents[1])

@@ -12,6 +12,7 @@ from eval_service.contract import names
 from eval_service.contract.wire import Receipt
 
 STEP_LOG = "steps.jsonl"
+STEP_END = "step_end"
 
 
 def trained_until(output_dir: Path) -> float | None:
@@ -26,7 +27,7 @@ def trained_until(output_dir: Path) -> float | None:
             entry = json.loads(line)
         except ValueError:
             continue  # cut short by a kill
-        if entry.get("event") == "step_end":
+        if entry.get("event") == STEP_END:
             last = float(entry["time"])
     return last
 

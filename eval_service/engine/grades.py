@@ -24,6 +24,9 @@ from eval_service.fleet_config import GroupConfig
 STANDINS = Path(__file__).parent / "standins"
 _ROOT = Path(__file__).parents[2]
 
+# When a part of it dies SGLang spends 65 s on dumps of it before it ends; until then it looks alive. Ops may set these.
+_NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+
 # The service answers for these; an override would break what it tells the controller.
 RESERVED = frozenset(
     {"model_path", "host", "port", "api_key", "admin_api_key", "device", "dtype", "nccl_port", "tp_size", "config"}
@@ -188,7 +191,7 @@ def plan_server(
     elif group.num_gpus_per_engine > 1:
         arguments["tp_size"] = group.num_gpus_per_engine
     boot = {"argv": to_argv(arguments), "cpu": grade is Grade.SGLANG_CPU}
-    return _plan("eval_service.engine.launch", boot, keys, _cpu_env() if grade is Grade.SGLANG_CPU else {})
+    return _plan("eval_service.engine.launch", boot, keys, _sglang_env(grade))
 
 
 def to_argv(arguments: Mapping[str, Any]) -> list[str]:
@@ -216,8 +219,12 @@ def _plan(module: str, boot: dict[str, Any], keys: Keys, env: dict[str, str]) ->
     )
 
 
-def _cpu_env() -> dict[str, str]:
+def _sglang_env(grade: Grade) -> dict[str, str]:
+    quiet = {name: os.environ.get(name, value) for name, value in _NO_DUMPS.items()}
+    if grade is Grade.SGLANG:
+        return quiet
     return {
+        **quiet,
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": str(STANDINS),

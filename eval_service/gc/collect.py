@@ -131,9 +131,10 @@ def _run_root(root: Path, run: str) -> Iterator[int | None]:
 
 
 def _kind(name: str) -> LeftoverKind | None:
-    if name.startswith(names.PARTIAL_PREFIX):
-        return LeftoverKind.PARTIAL
-    return LeftoverKind.TRASH if name.startswith(names.TRASH_PREFIX) else None
+    for prefix, kind in ((names.PARTIAL_PREFIX, LeftoverKind.PARTIAL), (names.TRASH_PREFIX, LeftoverKind.TRASH)):
+        if name.startswith(prefix) and names.NONCE.fullmatch(name.removeprefix(prefix)):
+            return kind
+    return None
 
 
 def _is_there(handle: int, name: str) -> bool:

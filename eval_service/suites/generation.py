@@ -103,6 +103,8 @@ def parse_answer(status: int, body: bytes) -> Generated:
     meta = answer.meta_info
     if meta.finish_reason.type not in ("stop", "length"):
         raise UnusableAnswer(f"the generation ended as {meta.finish_reason.type}: {meta.finish_reason.message}")
+    if strangers := {span.version for span in meta.weight_versions or ()} - {meta.weight_version}:
+        raise UnusableAnswer(f"more than one weight_version made it: {meta.weight_version}, {', '.join(strangers)}")
     return Generated(
         output=answer.text,
         finish_reason=meta.finish_reason.type,
@@ -123,11 +125,16 @@ class _FinishReason(_Foreign):
     message: str | None = None
 
 
+class _Span(_Foreign):
+    version: str
+
+
 class _Meta(_Foreign):
     finish_reason: _FinishReason
     prompt_tokens: int = Field(ge=0)
     completion_tokens: int = Field(ge=0)
     weight_version: str
+    weight_versions: tuple[_Span, ...] | None = None
 
 
 class _Answer(_Foreign):

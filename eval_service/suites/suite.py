@@ -6,7 +6,6 @@ The digest covers the configuration and the datasets' bytes, not where they lie:
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import validated
 from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
 from eval_service.suites.datasets import Dataset, Prompt, read_dataset
+from eval_service.suites.toml_lines import line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +93,3 @@ def _with_line(error: ConfigError, text: str) -> ConfigError:
     number = line_of(text, (error.field or "").split("."))
     where = f"line {number}: " if number else ""
     return ConfigError(where + error.message, field=error.field, hint=error.hint)
-
-
-def line_of(text: str, key: list[str]) -> int | None:
-    """The line of a TOML text where a dotted key is set, or the nearest table around it; None if neither is found.
-
-    The parser keeps no positions, so this looks for the innermost name of the key at or after its table's header.
-    """
-    line, found = 0, None
-    lines = text.splitlines()
-    for part in key:
-        if part.isdecimal():
-            continue
-        pattern = re.compile(rf"""(^|[\s\[.{{,"'])({re.escape(part)})["']?\s*([=\].]|$)""")
-        hit = next((i for i in range(line, len(lines)) if pattern.search(lines[i])), None)
-        if hit is not None:
-            line, found = hit, hit + 1
-    return found

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract import names
-from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.errors import Conflict
 from eval_service.contract.safetensors_io import ITEM_BYTES, TensorData, read_spans
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
@@ -22,6 +21,7 @@ from tests.support.live import DONE, SUITE, Live
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
 
 Tensors = dict[str, TensorData]
+EXTRA = "model.layers.0.mlp.extra_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -69,14 +69,17 @@ def _end(live: Live, run: str) -> PointView:
 
 
 def _drop(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) and None
+    def change(tensors: Tensors) -> None:
+        del tensors[name]
+
+    return change
 
 
 def _replace(name: str, **changes: object) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         old = tensors[name]
         fields = {"name": name, "dtype": old.dtype, "shape": old.shape, "data": old.data} | changes
-        tensors[name] = TensorData(**fields)  # type: ignore[arg-type]
+        tensors[name] = TensorData(**fields)
 
     return change
 
@@ -87,7 +90,7 @@ def _nan(tensors: Tensors) -> None:
 
 
 def _extra(tensors: Tensors) -> None:
-    tensors["model.layers.9.extra.weight"] = TensorData("model.layers.9.extra.weight", "F32", (2,), bytes(8))
+    tensors[EXTRA] = TensorData(EXTRA, "F32", (2,), bytes(8))
 
 
 def _short_rows(tensors: Tensors) -> None:
@@ -104,7 +107,7 @@ def _other_dtype(tensors: Tensors) -> None:
     ("case", "change", "config", "says"),
     [
         ("missing", _drop(NORM), None, NORM),
-        ("extra", _extra, None, "extra"),
+        ("extra", _extra, None, EXTRA),
         ("shape", _short_rows, None, UP),
         ("dtype", _other_dtype, None, NORM),
         ("nan", _nan, None, UP),
@@ -177,41 +180,34 @@ def test_a_directory_that_is_not_what_it_says_is_skipped_by_name(
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "field"),
+    ("change", "status", "field"),
     [
-        (lambda live: _dispatch(live, "bad", live.model, step=-1), InvalidRequest, "step"),
-        (lambda live: _dispatch(live, "bad", live.model, suites=["nope"]), InvalidRequest, "suites"),
-        (lambda live: _dispatch(live, "nobody", live.model), NotFound, "run"),
-        (lambda live: _dispatch(live, "bad", Path("/etc")), InvalidRequest, "snapshot"),
-        (lambda live: _dispatch(live, "bad", live.root / "bad" / "leads-out"), InvalidRequest, "snapshot"),
-        (lambda live: _dispatch(live, "bad", Path("relative")), InvalidRequest, "snapshot"),
-        (lambda live: _dispatch(live, "bad", live.root / ".." / ".."), InvalidRequest, "snapshot"),
+        ({"step": -1}, 422, "step"),
+        ({"step": "two"}, 422, "step"),
+        ({"suites": ["nope"]}, 422, "suites"),
+        ({"run": "nobody"}, 404, "run"),
+        ({"reservation": "x"}, 422, "reservation"),
+        ({"snapshot": "/etc"}, 422, "snapshot"),
+        ({"snapshot": "{root}/bad/leads-out"}, 422, "snapshot"),
+        ({"snapshot": "{root}/../.."}, 422, "snapshot"),
+        ({"snapshot": "relative"}, 422, "snapshot"),
     ],
 )
 def test_a_request_that_cannot_be_names_the_field(
-    live: Live, call: Callable[[Live], object], error: type[EvalfleetError], field: str
+    live: Live, change: dict[str, object], status: int, field: str
 ) -> None:
     _put_run(live, "bad")
     (live.root / "bad").mkdir(exist_ok=True)
     link = live.root / "bad" / "leads-out"
     if not link.is_symlink():
         link.symlink_to("/etc")
-    with pytest.raises(error) as caught:
-        call(_Unvalidated(live))  # type: ignore[arg-type]
-    assert caught.value.field == field
-    assert caught.value.message
-
-
-class _Unvalidated:
-    """Sends requests as they are, past the client's own validation."""
-
-    def __init__(self, live: Live) -> None:
-        self.model, self.root, self.client = live.model, live.root, _Raw(live.url)
-
-
-class _Raw(EvalClient):
-    def dispatch(self, request: DispatchRequest) -> DispatchReply:
-        return super().dispatch(request)
+    body = {"run": "bad", "step": 1, "reservation": str(uuid.uuid4()), "snapshot": str(live.model)} | change
+    body["snapshot"] = str(body["snapshot"]).replace("{root}", str(live.root))
+    response = live.http.post("/dispatch", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["field"]) == (status, field)
+    assert error["message"]
+    assert live.points("bad") == [], "nothing was recorded"
 
 
 @pytest.mark.parametrize("run", ["a/b", "..", "../x", "", ".hidden", "a" * 200])

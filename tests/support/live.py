@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
+
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.names import parse_step_dir
@@ -46,6 +48,7 @@ class Live:
     port: int = field(default_factory=free_port)
     child: Child = field(init=False)
     client: EvalClient = field(init=False)
+    http: httpx.Client = field(init=False)
 
     @property
     def url(self) -> str:
@@ -86,12 +89,12 @@ class Live:
         """Start `evalfleet serve`, and wait until its engines are ready."""
         self.child = self.family.start(
             "the service",
-            ["eval_service.cli.main", "serve", "--fleet", "fleet.toml", "--suites", "suites.toml"]
-            + ["--port", str(self.port)],
+            ["eval_service.cli.main", "serve", *_FILES, "--port", str(self.port)],
             log=self.base / "service.log",
             cwd=self.base,
         )
         self.client = EvalClient(self.url)
+        self.http = httpx.Client(base_url=self.url, timeout=30.0)
         wait_ready(self.child, self.client, timeout_s=120)
         self.wait_engines()
 
@@ -99,6 +102,7 @@ class Live:
         """Close the client's connections."""
         if hasattr(self, "client"):
             self.client.close()
+            self.http.close()
 
     def wait_engines(self, timeout_s: float = 240.0) -> list[EngineView]:
         """Wait until every engine serves."""
@@ -214,6 +218,7 @@ class Training:
         )
 
 
+_FILES = ("--fleet", "fleet.toml", "--suites", "suites.toml")
 _FLEET = """
 [service]
 roots = ["runs", "model"]

@@ -1,0 +1,237 @@
+"""One suite against the fake engine and against real SGLang on the CPU: what keeps the fake honest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eval_service.contract.canary import canary_token_ids
+from eval_service.contract.manifest import Canary
+from eval_service.engine.errors import EngineRefused
+from eval_service.engine.fake import fake_canary
+from eval_service.engine.pin import PinFailed, SystemClock
+from eval_service.engine.protocol import PinError, PinOrder
+from eval_service.engine.server import BootOptions, Server, boot_server
+from eval_service.fleet_config import GroupConfig
+from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, reference_canary
+
+IDS = list(range(5, 25))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine that is up, two models, and the loop that its connections live on."""
+
+    grade: str
+    server: Server
+    loop: asyncio.Runner
+    boot: TinyModel
+    other: TinyModel
+
+    def call(self, method: str, path: str, body: Any = None, *, key: str | None = "api") -> httpx.Response:
+        """One raw call."""
+        held = {"api": self.server.keys.api, "admin": self.server.keys.admin}
+        headers = {"authorization": f"Bearer {held.get(key, key)}"} if key else {}
+        return httpx.request(method, self.server.url + path, json=body, headers=headers, timeout=60, trust_env=False)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        """POST /generate."""
+        return self.call("POST", "/generate", body)
+
+    def load(self, path: Path, **body: Any) -> httpx.Response:
+        """POST /update_weights_from_disk."""
+        return self.call("POST", "/update_weights_from_disk", {"model_path": str(path), **body}, key="admin")
+
+    def label(self) -> str:
+        """What /model_info says."""
+        return str(self.call("GET", "/model_info").json()["weight_version"])
+
+    def logprobs(self) -> list[float]:
+        """Of a fixed sequence."""
+        return self.loop.run(self.server.api.input_logprobs(IDS))
+
+    def canary(self, model: TinyModel) -> Canary:
+        """What the exporter of that model would have written."""
+        if self.grade == "fake":
+            return fake_canary(model.manifest.tensor_digest, canary_token_ids(VOCAB_SIZE))
+        return reference_canary(model.path)
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("contract")
+    boot, other = make_model(root / "boot", seed=1), make_model(root / "other", seed=2)
+    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, "start_timeout_s": 110})
+    with asyncio.Runner() as loop:
+        server = loop.run(boot_server(group, BootOptions(log=root / "engine.log"), SystemClock()))
+        try:
+            yield Served(request.param, server, loop, boot, other)
+        finally:
+            loop.run(server.stop())
+
+
+def test_a_boot_has_the_default_label_and_health_is_open(served: Served) -> None:
+    assert served.label() == "default"
+    assert served.call("GET", "/health", key=None).status_code == 200
+    assert served.call("GET", "/metrics", key=None).status_code == 200
+
+
+def test_generate_tells_tokens_label_and_why_it_ended(served: Served) -> None:
+    answer = served.generate(input_ids=IDS, sampling_params={"max_new_tokens": 4, "temperature": 0.0}).json()
+    meta = answer["meta_info"]
+    assert isinstance(answer["text"], str)
+    assert meta["prompt_tokens"] == len(IDS)
+    assert 1 <= meta["completion_tokens"] <= 4
+    assert meta["finish_reason"]["type"] in ("length", "stop")
+    assert meta["weight_version"] == served.label()
+    assert meta["e2e_latency"] > 0
+
+
+def test_generate_takes_text_and_batches(served: Served) -> None:
+    parameters = {"max_new_tokens": 2, "temperature": 0.0}
+    answers = served.generate(text=["ab", "cd"], sampling_params=parameters).json()
+    assert [set(answer) >= {"text", "meta_info"} for answer in answers] == [True, True]
+    assert isinstance(served.generate(text="ab", sampling_params=parameters).json()["text"], str)
+
+
+def test_greedy_answers_and_log_probs_repeat_exactly(served: Served) -> None:
+    parameters = {"max_new_tokens": 4, "temperature": 0.0}
+    first, second = (served.generate(input_ids=IDS, sampling_params=parameters).json()["text"] for _ in range(2))
+    assert first == second
+    assert served.logprobs() == served.logprobs()
+
+
+def test_input_log_probs_start_with_none_and_name_the_tokens(served: Served) -> None:
+    body = {"input_ids": IDS, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
+    rows = served.call("POST", "/generate", body).json()["meta_info"]["input_token_logprobs"]
+    assert [row[1] for row in rows] == IDS
+    assert rows[0][0] is None
+    assert all(row[0] < 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [5] * (CONTEXT + 1), "sampling_params": {"max_new_tokens": 1}},
+        {"input_ids": [5] * 10, "sampling_params": {"max_new_tokens": CONTEXT}},
+        {"sampling_params": {"max_new_tokens": 1}},
+    ],
+    ids=["prompt over the context", "prompt and answer over the context", "no input"],
+)
+def test_a_request_that_cannot_be_is_400_and_harms_nothing(served: Served, body: dict[str, Any]) -> None:
+    assert served.call("POST", "/generate", body).status_code == 400
+    assert served.generate(input_ids=IDS, sampling_params={"max_new_tokens": 1}).status_code == 200
+
+
+def test_generating_needs_the_key_and_changing_weights_the_admin_key(served: Served) -> None:
+    body = {"model_path": str(served.other.path), "weight_version": "stolen"}
+    for key in (None, "wrong"):
+        assert served.call("POST", "/generate", {"input_ids": IDS}, key=key).status_code == 401
+        assert served.call("GET", "/model_info", key=key).status_code == 401
+    for key in (None, "wrong", "api"):
+        assert served.call("POST", "/update_weights_from_disk", body, key=key).status_code == 401
+        assert served.call("POST", "/abort_request", {"abort_all": True}, key=key).status_code == 401
+        assert served.call("POST", "/flush_cache", key=key).status_code == 401
+    assert served.label() != "stolen"
+
+
+def test_an_update_changes_weights_and_label(served: Served) -> None:
+    served.load(served.boot.path, weight_version="before")
+    before = served.logprobs()
+    answer = served.load(served.other.path, weight_version="after")
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert served.label() == "after"
+    assert served.logprobs() != before
+    meta = served.generate(input_ids=IDS, sampling_params={"max_new_tokens": 1}).json()["meta_info"]
+    assert meta["weight_version"] == "after"
+
+
+def test_an_update_with_no_label_keeps_the_old_one_though_the_weights_change(served: Served) -> None:
+    served.load(served.boot.path, weight_version="before")
+    before = served.logprobs()
+    assert served.load(served.other.path).status_code == 200
+    assert served.label() == "before"
+    assert served.logprobs() != before
+
+
+def test_an_update_from_nowhere_is_400_and_keeps_what_was(served: Served, tmp_path: Path) -> None:
+    served.load(served.boot.path, weight_version="kept")
+    before = served.logprobs()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text((served.boot.path / "config.json").read_text())
+    for path in (tmp_path / "absent", empty):
+        answer = served.load(path, weight_version="bad")
+        assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert served.label() == "kept"
+    assert served.logprobs() == before
+
+
+def test_an_update_with_a_tensor_missing_is_200_with_the_new_label(served: Served, tmp_path: Path) -> None:
+    short = make_model(tmp_path / "short", seed=3, without=["model.layers.0.mlp.up_proj.weight"])
+    assert served.load(short.path, weight_version="wrongly-new").status_code == 200
+    assert served.label() == "wrongly-new"
+
+
+def test_abort_ends_what_is_in_flight_with_200(served: Served) -> None:
+    if served.grade == "fake":
+        served.call("POST", "/_knobs", {"latency_s": 30.0}, key="admin")
+    body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 230, "temperature": 0.0, "ignore_eos": True}}
+
+    async def aborted() -> dict[str, Any]:
+        request = asyncio.create_task(served.server.api.generate(body))
+        while not (await asyncio.wait((request,), timeout=0.02))[0]:
+            await served.server.api.abort_all()
+        return request.result()
+
+    answer = served.loop.run(aborted())
+    if served.grade == "fake":
+        served.call("POST", "/_knobs", {"latency_s": 0.0}, key="admin")
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_flush_cache_answers_and_checksums_are_for_cuda(served: Served) -> None:
+    served.loop.run(served.server.api.flush_cache())
+    with pytest.raises(EngineRefused, match="CUDA"):
+        served.loop.run(served.server.api.weights_checksum())
+
+
+def _order(model: TinyModel, canary: Canary | None, label: str) -> PinOrder:
+    return PinOrder(str(model.path), model.with_canary(canary), label, timeout_s=60.0, visibility_timeout_s=1.0)
+
+
+def test_a_pin_is_proven_by_the_trainers_canary(served: Served) -> None:
+    pinner = served.server.pinner
+    first = served.loop.run(pinner.pin(_order(served.boot, served.canary(served.boot), "boot.1")))
+    second = served.loop.run(pinner.pin(_order(served.other, served.canary(served.other), "other.1")))
+    assert first.canary_diff is not None
+    assert second.canary_diff is not None
+    assert max(first.canary_diff, second.canary_diff) < 2e-6
+    assert first.fingerprint != second.fingerprint
+    assert served.label() == "other.1"
+    again = served.loop.run(pinner.pin(_order(served.boot, None, "boot.2")))
+    assert again.fingerprint == first.fingerprint
+    assert again.canary_diff is None
+
+
+def test_the_canary_of_other_weights_fails_the_pin(served: Served) -> None:
+    with pytest.raises(PinFailed) as caught:
+        served.loop.run(served.server.pinner.pin(_order(served.boot, served.canary(served.other), "boot.3")))
+    assert caught.value.error is PinError.CANARY
+
+
+def test_no_key_stands_in_a_command_line_or_in_the_log(served: Served) -> None:
+    pid = served.server.process.server_pid
+    assert pid is not None
+    keys = (served.server.keys.api, served.server.keys.admin)
+    for name in ("cmdline", "environ"):
+        text = Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+        assert not any(key in text for key in keys)
+    log = served.boot.path.parent / "engine.log"
+    assert not any(key in log.read_text() for key in keys)

@@ -1,0 +1,42 @@
+"""Scorers that misbehave; importing this registers them, in a scorer process too."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from eval_service.suites.scorers import scorer
+
+
+@scorer("raises_on_bad", metric="m")
+def raises_on_bad(output: str, answer: str) -> float:
+    if output == "bad":
+        raise ValueError("can't score this")
+    return 1.0
+
+
+@scorer("exits_on_bad", metric="m")
+def exits_on_bad(output: str, answer: str) -> float:
+    if output == "bad":
+        os._exit(7)
+    if output == "sys.exit":
+        sys.exit(3)
+    return 1.0
+
+
+@scorer("hangs_on_bad", metric="m")
+def hangs_on_bad(output: str, answer: str) -> float:
+    if output == "bad":
+        threading.Event().wait()
+    return 1.0
+
+
+@scorer("nan", metric="m")
+def nan(output: str, answer: str) -> float:
+    return float("nan")
+
+
+@scorer("pid", metric="m")
+def pid(output: str, answer: str) -> float:
+    return float(os.getpid())

@@ -1,0 +1,124 @@
+"""The scorer pool: one sample's misbehaviour is its own error, and nothing outlives the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from eval_service.suites.scorers import SCORERS, scorer
+from eval_service.suites.scoring import Score, ScorerPool, ScorerPoolFailed
+
+pytestmark = pytest.mark.anyio
+_BAD = "tests.support.bad_scorers"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def pool() -> Iterator[ScorerPool]:
+    made = ScorerPool(2, 10.0, [_BAD])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "answer", "value"),
+    [
+        ("exact", " abc\n", "abc", 1.0),
+        ("exact", "abc d", "abc", 0.0),
+        ("exact", "ABC", "abc", 0.0),
+        ("exact", "", "abc", 0.0),
+        ("contains", "it is abc.", "abc", 1.0),
+        ("contains", "it is ab", "abc", 0.0),
+    ],
+)
+def test_what_the_scorers_say(name: str, output: str, answer: str, value: float) -> None:
+    assert SCORERS[name].function(output, answer) == value
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'exact'"):
+        scorer("exact", metric="m")(lambda output, answer: 0.0)
+
+
+async def test_order_and_length_are_kept_over_chunks_and_processes(pool: ScorerPool) -> None:
+    outputs = [str(i) for i in range(300)]
+    answers = [str(i) if i % 3 == 0 else "no" for i in range(300)]
+    scores = await pool.score("exact", outputs, answers)
+    assert [score.value for score in scores] == [float(i % 3 == 0) for i in range(300)]
+    assert await pool.score("exact", [], []) == []
+
+
+async def test_text_of_any_kind_gets_there_and_back(pool: ScorerPool) -> None:
+    outputs = ["\x00\n\u2028", "好", "\ud800", "x" * 1_000_000]
+    assert await pool.score("exact", outputs, outputs) == [Score(1.0)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("raises_on_bad", "ValueError: can't score this"), ("exits_on_bad", "the scorer's process ended (7)")],
+)
+async def test_a_scorer_that_raises_or_exits_is_that_samples_error(pool: ScorerPool, name: str, error: str) -> None:
+    scores = await pool.score(name, ["a", "bad", "b", "bad", "c"], [""] * 5)
+    assert scores == [Score(1.0), Score(None, error), Score(1.0), Score(None, error), Score(1.0)]
+
+
+async def test_sys_exit_nan_and_an_unknown_name_are_errors_of_the_sample(pool: ScorerPool) -> None:
+    assert await pool.score("exits_on_bad", ["sys.exit", "a"], ["", ""]) == [Score(None, "SystemExit: 3"), Score(1.0)]
+    assert await pool.score("nan", ["a"], [""]) == [Score(None, "the scorer returned nan")]
+    assert (await pool.score("nobody", ["a"], [""]))[0].error == "KeyError: 'nobody'"
+
+
+async def test_a_scorer_that_hangs_delays_only_itself() -> None:
+    pool = ScorerPool(2, 1.0, [_BAD])
+    try:
+        stuck = asyncio.create_task(pool.score("hangs_on_bad", ["a", "bad", "b"], [""] * 3))
+        other = await pool.score("exact", ["a"], ["a"])
+        assert (other, stuck.done()) == ([Score(1.0)], False)
+        assert await stuck == [Score(1.0), Score(None, "no score within 1 s"), Score(1.0)]
+    finally:
+        pool.close()
+
+
+async def test_a_process_that_died_idle_is_replaced_and_blames_nobody(pool: ScorerPool) -> None:
+    [first] = await pool.score("pid", ["a"], [""])
+    assert first.value is not None
+    os.kill(int(first.value), signal.SIGKILL)
+    assert await pool.score("exact", ["a"], ["a"]) == [Score(1.0)]
+
+
+async def test_close_ends_the_processes_and_what_they_are_at() -> None:
+    pool = ScorerPool(1, 60.0, [_BAD])
+    [process] = await pool.score("pid", ["a"], [""])
+    stuck = asyncio.create_task(pool.score("hangs_on_bad", ["bad", "b"], ["", ""]))
+    await asyncio.sleep(0)
+    pool.close()
+    with pytest.raises((ScorerPoolFailed, asyncio.CancelledError)):
+        await stuck
+    with pytest.raises(ScorerPoolFailed, match="closed"):
+        await pool.score("exact", ["a"], ["a"])
+    assert process.value is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process.value), 0)
+
+
+async def test_a_module_that_can_not_be_imported_is_no_samples_error() -> None:
+    pool = ScorerPool(1, 10.0, ["no.such.module"])
+    try:
+        with pytest.raises(ScorerPoolFailed, match="did not start"):
+            await pool.score("exact", ["a"], ["a"])
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("processes", "timeout_s", "name"), [(0, 1.0, "processes"), (1, 0.0, "timeout_s")])
+def test_a_pool_that_could_do_nothing_is_refused_by_name(processes: int, timeout_s: float, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        ScorerPool(processes, timeout_s)
