@@ -196,6 +196,7 @@ def test_a_drain_polls_under_one_id_until_the_receipt_is_closed() -> None:
     done = service.client().drain("r1", planned=planned, timeout_s=60.0, on_progress=lambda r: seen.append(r.open))
     assert done.drained
     assert seen == [True]
+    assert service.clock.slept == [0.2], "a service that does not hold the poll is not flooded"
     assert len({body["drain"] for body in service.bodies()}) == 1
     assert service.bodies()[1]["planned"] == [{"step": 4, "suite": "s"}]
 
