@@ -136,6 +136,14 @@ def tokenizer_of_a_larger_model(model: Tiny) -> None:
     model.texts["tokenizer.json"] = json.dumps(table).encode()
 
 
+def tokenizer_that_is_none(model: Tiny) -> None:
+    model.texts["tokenizer.json"] = b'{"model": {"vocab": {"a": Infinity}}}'
+
+
+def tensor_named_with_terminal_codes(model: Tiny) -> None:
+    model.tensors["\x1b[2Jx"] = tensor("\x1b[2Jx", (4,))
+
+
 def no_eos_anywhere(model: Tiny) -> None:
     del model.config["eos_token_id"]
     del model.texts["generation_config.json"]
@@ -173,6 +181,8 @@ MODEL_CASES: dict[Callable[[Tiny], None], tuple[str, str]] = {
     no_tokenizer: ("snapshot_invalid", "tokenizer.json"),
     no_tokenizer_config: ("snapshot_invalid", "tokenizer_config.json"),
     tokenizer_of_a_larger_model: ("snapshot_invalid", "vocab_size"),
+    tokenizer_that_is_none: ("snapshot_invalid", "tokenizer.json"),
+    tensor_named_with_terminal_codes: ("snapshot_invalid", "\\x1b[2Jx"),
     no_eos_anywhere: ("snapshot_invalid", "eos_token_id"),
     eos_beyond_the_vocabulary: ("snapshot_invalid", "eos_token_id"),
     broken_generation_config: ("snapshot_invalid", "generation_config.json"),
@@ -283,6 +293,10 @@ def a_link_to_another_snapshot_of_the_run(directory: Path) -> None:
     (directory / "config.json").symlink_to(other)
 
 
+def a_name_that_is_no_text(directory: Path) -> None:
+    (directory / os.fsdecode(b"model-\xff.safetensors")).write_bytes(b"")
+
+
 def a_pipe(directory: Path) -> None:
     os.mkfifo(directory / "chat_template.jinja")
 
@@ -300,6 +314,7 @@ DIRECTORY_CASES: dict[Callable[[Path], None], tuple[str, str]] = {
     manifest_lists_a_path_outside: ("snapshot_invalid", names.MANIFEST),
     a_link_that_leads_out: ("snapshot_unsafe", "config.json"),
     a_link_to_another_snapshot_of_the_run: ("snapshot_unsafe", "config.json"),
+    a_name_that_is_no_text: ("snapshot_unsafe", "model-\\udcff.safetensors"),
     a_pipe: ("snapshot_unsafe", "chat_template.jinja"),
 }
 
