@@ -60,10 +60,8 @@ def test_each_point_that_ends_is_told_once() -> None:
     service.points[1] = point(50, state=PointState.SKIPPED, reason=Reason.BUSY, lag_steps=None)
     watched.follower.look()
     watched.follower.look()
-    assert [line.split("  ")[:2] for line in watched.said] == [
-        ["step    0", "score 0.250 ± 0.020"],
-        ["step   50", "skipped (busy)"],
-    ]
+    assert watched.said[0].startswith("step    0  score 0.250 ± 0.020  lag 7  stall 0.10 s")
+    assert watched.said[1:] == ["step   50  skipped (busy)"]
     assert watched.progress == [(1, 9), (2, 9), (2, 9)]
 
 
