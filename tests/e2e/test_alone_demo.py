@@ -57,7 +57,7 @@ def test_a_demo_that_is_stopped_ends_everything_that_it_started(out: Path, nonce
         demo.send_signal(signal.SIGTERM)
         rest = demo.stdout.read()
     assert "ending what was started" in rest
-    assert demo.returncode == 1
+    assert demo.returncode == 130
     assert list(living(nonce)) == []
 
 
