@@ -26,7 +26,7 @@ def examine(
         roots: the service's, where they are known.
     """
     return find_faults(
-        directory,
+        directory.absolute(),
         source=source or guess_source(directory),
         roots=roots,
         allow_auto_map=allow_auto_map,

@@ -22,6 +22,7 @@ _ERRORS = {
     FaultCode.UNSAFE: SnapshotUnsafe,
     FaultCode.INVALID: SnapshotFault,
 }
+_MAX_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +56,28 @@ class Findings:
 
     def missing(self, field: str, message: str, hint: str | None = None) -> None:
         """Not there (yet)."""
-        self.faults.append(Fault(FaultCode.MISSING, field, message, hint, may_appear=True))
+        self._add(FaultCode.MISSING, field, message, hint, may_appear=True)
 
     def unsafe(self, field: str, message: str, hint: str | None = None) -> None:
         """Leads where it may not."""
-        self.faults.append(Fault(FaultCode.UNSAFE, field, message, hint))
+        self._add(FaultCode.UNSAFE, field, message, hint)
 
     def invalid(self, field: str, message: str, hint: str | None = None, *, may_appear: bool = False) -> None:
         """There, and not what it says."""
-        self.faults.append(Fault(FaultCode.INVALID, field, message, hint, may_appear))
+        self._add(FaultCode.INVALID, field, message, hint, may_appear=may_appear)
 
     def raised(self, error: SnapshotFault, field: str) -> None:
         """Take in a fault that was raised while a file was read."""
         self.invalid(error.field or field, error.message, error.hint)
 
-    def has(self, *codes: FaultCode) -> bool:
-        """Whether any fault has one of these codes."""
-        return any(fault.code in codes for fault in self.faults)
+    def _add(self, code: FaultCode, field: str, message: str, hint: str | None, *, may_appear: bool = False) -> None:
+        self.faults.append(Fault(code, _printable(field), _printable(message), hint, may_appear))
+
+
+def _printable(text: str) -> str:
+    """Names come from files that anybody may have written, and go to terminals and into the ledger."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_CHARS])
+    return shown if len(text) <= _MAX_CHARS else f"{shown}..."
 
 
 def distinct(faults: Iterable[Fault]) -> tuple[Fault, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eval_service.admission.faults import Findings
 from eval_service.contract.errors import SnapshotUnsafe
+from eval_service.contract.manifest import check_file_name
 
 
 def check_inside(directory: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
@@ -55,11 +56,21 @@ def list_files(directory: Path, bound: Path, findings: Findings) -> dict[str, in
         except OSError as exc:
             findings.invalid(entry.name, f"can't be read: {exc.strerror}", "was it removed while it was checked?")
             continue
-        if stat.S_ISREG(info.st_mode):
+        if stat.S_ISREG(info.st_mode) and not _can_be_listed(entry.name):
+            findings.unsafe(entry.name, "its name can't be listed in a manifest", "rename or remove it")
+        elif stat.S_ISREG(info.st_mode):
             sizes[entry.name] = info.st_size
         elif not stat.S_ISDIR(info.st_mode):
             findings.unsafe(entry.name, "is neither a file nor a directory", "remove it")
     return sizes
+
+
+def _can_be_listed(name: str) -> bool:
+    try:
+        check_file_name(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _link_stays(link: Path, bound: Path, findings: Findings) -> bool:

@@ -128,7 +128,7 @@ def check_tokenizer(
 def _check_vocabulary(table: Mapping[str, Any], vocab_size: int, findings: Findings) -> None:
     try:
         highest = _highest_id(table)
-    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
         findings.invalid(TOKENIZER, f"its vocabulary can't be read ({type(exc).__name__}: {exc})")
         return
     if highest >= vocab_size:

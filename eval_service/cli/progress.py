@@ -10,10 +10,15 @@ Advance = Callable[[float, float], None]  # done so far, of
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Advance]:
-    """A bar that is told how much is done, and of how much."""
-    if not sys.stderr.isatty():
-        yield _lines(title)
+def bar(title: str, *, lines: bool = True) -> Iterator[Advance]:
+    """A bar that is told how much is done, and of how much.
+
+    Args:
+        lines: say it in lines where there is no terminal; off for work that tells more by itself.
+    """
+    # While a bar is shown, what is printed to stdout goes above it, so stdout must be that terminal too.
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
+        yield _lines(title) if lines else lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -36,6 +36,7 @@ from eval_service.contract.wire import (
 )
 
 LONG_POLL_S = 20.0
+_PACE_S = 0.2
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -114,7 +115,7 @@ class EvalClient:
             except Busy:
                 if left == 0.0:
                     raise
-                self._sleep(min(0.2, left))
+                self._sleep(min(_PACE_S, left))
 
     def report(self, point: str, detail: str) -> PointView:
         """A reserved point's export failed."""
@@ -141,12 +142,15 @@ class EvalClient:
         )
         until = self._clock() + timeout_s
         while True:
+            asked_at = self._clock()
             try:
                 receipt = self._call(Receipt, "POST", "/drain", body=request, extra_s=LONG_POLL_S)
                 if not receipt.open or self._clock() >= until + LONG_POLL_S:
                     return receipt
                 if on_progress is not None:
                     on_progress(receipt)
+                if self._clock() - asked_at < _PACE_S:
+                    self._sleep(_PACE_S)  # it answered at once instead of holding the poll
             except Unavailable:
                 if self._clock() >= until:
                     raise

@@ -20,13 +20,19 @@ from eval_service.contract.names import MANIFEST, NONCE
 FORMAT_VERSION = 1
 
 
-def _file_name(name: str) -> str:
+def check_file_name(name: str) -> str:
+    """Return `name` if it can be that of a file in the snapshot's own directory.
+
+    Raises:
+        ValueError: a separator, a dot alone, an empty or long name, or one that is no text.
+    """
     if name in (".", "..") or not 0 < len(name) < 256 or any(c in name for c in "/\\\0"):
         raise ValueError("must be the name of a file in the snapshot's own directory")
+    name.encode()  # a name that is no UTF-8 fails here, with a ValueError
     return name
 
 
-FileName = Annotated[str, AfterValidator(_file_name)]
+FileName = Annotated[str, AfterValidator(check_file_name)]
 _Entry = TypeVar("_Entry", "FileEntry", "TensorEntry")
 
 

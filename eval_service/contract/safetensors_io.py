@@ -188,6 +188,7 @@ def _read_spans(file: BinaryIO, size: int, name: str) -> list[TensorSpan]:
 
 
 def _span(name: str, value: dict[str, Any], start: int) -> TensorSpan:
+    name.encode()  # a lone surrogate could be neither printed nor kept
     begin, end = (int(offset) for offset in value["data_offsets"])
     return TensorSpan(name, str(value["dtype"]), tuple(int(n) for n in value["shape"]), start + begin, start + end)
 
@@ -228,5 +229,5 @@ def _faults_of(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise SnapshotFault(f"{path.name} can't be read: {exc.strerror}", field=path.name) from exc
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
         raise SnapshotFault(f"{path.name} has no sound safetensors header: {exc}", field=path.name) from exc

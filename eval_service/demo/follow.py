@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from eval_service.cli.output import plus_minus
+from eval_service.cli.output import plus_minus, text
+from eval_service.cli.progress import Advance
 from eval_service.cli.reading import all_points
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, NotFound, Unavailable
@@ -30,8 +31,9 @@ class Follower:
     client: EvalClient
     say: Say
     killer: EngineKiller | None
+    advance: Advance
+    planned: int
     told: set[str] = field(default_factory=set)
-    done: int = 0
 
     def follow(self, trainer: Child, alive: Child, *, timeout_s: float) -> None:
         """Follow until the trainer has ended, its own drain included.
@@ -56,7 +58,7 @@ class Follower:
             if point.state in ENDS and point.id not in self.told:
                 self.told.add(point.id)
                 self.say(point_line(point))
-        self.done = sum(point.state is PointState.DONE for point in points)
+        self.advance(sum(point.state in ENDS for point in points), self.planned)
         if self.killer is not None:
             kill = self.killer.consider(points, lambda: service.engines(self.client), self._state)
             if kill is not None:
@@ -84,7 +86,7 @@ def point_line(point: PointView) -> str:
         why = ": ".join(part for part in (point.reason, point.detail) if part)
         return f"step {point.step:>4}  {point.state} ({why})"
     times = point.timings
-    parts = [f"step {point.step:>4}  score {plus_minus(point.score, point.stderr)}", f"lag {point.lag_steps}"]
+    parts = [f"step {point.step:>4}  score {plus_minus(point.score, point.stderr)}", f"lag {text(point.lag_steps)}"]
     named = {"stall": times.stall_s, "queue": times.queue_s, "pin": times.pin_s, "generate": times.generate_s}
     parts += [f"{name} {seconds:.2f} s" for name, seconds in named.items() if seconds is not None]
     return "  ".join(parts)

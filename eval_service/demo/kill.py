@@ -16,7 +16,7 @@ from typing import Any
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import EngineState, EngineView, PointView, SampleView
 
-AFTER_DONE = 2  # points that must be done first: the kill falls in the middle of the run
+AFTER_DONE = 3  # points that must be done first: the kill falls in the middle of the run
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from eval_service.cli.output import columns, plus_minus
 from eval_service.cli.reading import samples_text
-from eval_service.contract.states import PointState
+from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import EngineView, PointView, Receipt, SampleView
 from eval_service.demo.plan import Plan
 
@@ -136,8 +136,6 @@ def closing_text(found: Findings, checked: Sequence[Check]) -> str:
         for point, samples in ((found.points[0], found.first_samples), (found.points[-1], found.last_samples)):
             parts.append(f"step {point.step}:\n{samples_text(list(samples))}")
     parts.append(f"{found.overlap} of {len(found.points)} points ended before training did")
-    if found.kill is not None:
-        parts.append(_kill_text(found.kill))
     parts.append("\n".join(f"{'ok    ' if check.ok else 'FAILED'}  {check.name} ({check.saw})" for check in checked))
     return "\n\n".join(parts)
 
@@ -157,7 +155,9 @@ def _kill_check(kill: Mapping[str, Any] | None) -> Check:
         return Check(name, False, "no engine was busy at a time when it could be killed")
     whole = kill["samples"] == kill["samples_expected"] and kill["samples_with_error"] == 0
     pinned = kill["weight_versions"] == [kill["weight_version_pinned"]]
-    ok = kill["point_state"] == PointState.DONE and whole and pinned and kill["samples_from_others"] > 0
+    in_time = kill["point_state_after"] not in {end.value for end in ENDS}
+    taken_over = kill["point_state"] == PointState.DONE and kill["samples_from_others"] > 0
+    ok = in_time and taken_over and whole and pinned
     return Check(name, ok, _kill_text(kill))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import typer
 
+from eval_service.cli.progress import bar
 from eval_service.cli.reading import all_points, some_samples
 from eval_service.contract.client import EvalClient
 from eval_service.contract.states import PointState
@@ -115,11 +116,10 @@ class Demo:
     def _live(self, client: EvalClient, port: int) -> None:
         server = self._serve(client, port)
         killer = EngineKiller(owns=self.family.owns, clock=time.time) if self.options.kill else None
-        follower = Follower(client, self.say, killer)
-        with self.watch.lap("train_s"):
-            self.say(f"training {self.plan.num_steps} steps, points at {', '.join(map(str, self.plan.steps))}")
-            trainer = self._train()
-            follower.follow(trainer, server, timeout_s=TRAIN_TIMEOUT_S)
+        self.say(f"training {self.plan.num_steps} steps, points at {', '.join(map(str, self.plan.steps))}")
+        with self.watch.lap("train_s"), bar("points", lines=False) as advance:
+            follower = Follower(client, self.say, killer, advance, len(self.plan.steps))
+            follower.follow(self._train(), server, timeout_s=TRAIN_TIMEOUT_S)
         self.seen.kill = killer.kill if killer else None
         self._collect(client)
 
@@ -156,7 +156,7 @@ class Demo:
         self.seen.samples = {point.id: some_samples(client, point.id) for point in done}
 
     def _end(self) -> None:
-        with self.watch.lap("stop_s"):
+        with self.watch.lap("stop_s"), _uninterrupted():
             self.say("ending what was started")
             killed = self.family.end()
         self.left_behind += [f"had to be killed: {name}" for name in killed]
@@ -218,6 +218,17 @@ def _each_new(say: Callable[[str], None]) -> Callable[[int], None]:
             say(f"engines ready: {ready}")
 
     return seen
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C does not stop what the first one began: the ending, which is bounded."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The process in which scorers run: `python -m eval_service.suites.scorer_worker FD TIMEOUT_S [MODULE ...]`.
 
-It reads requests from a socket and writes one reply a sample, in order, all of them JSON, so that nothing of a scorer's
-is ever unpickled. It ends when the socket closes, and an alarm of the kernel's ends it when a scorer hangs, so that it
-outlives nobody. Importing the MODULEs registers further scorers.
+It reads requests from a socket, says that it has one, and writes one reply a sample, in order. All of it is JSON, so
+nothing of a scorer's is ever unpickled. It ends when the socket closes, and an alarm of the kernel's ends it when a
+scorer hangs, so it outlives nobody. Importing the MODULEs registers further scorers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> None:
         _send(connection, {"ready": True})
         while True:
             request = json.loads(connection.recv_bytes())
+            _send(connection, {"taken": True})  # from here on, how this process ends is the sample's doing
             for output, answer in request["samples"]:
                 signal.setitimer(signal.ITIMER_REAL, float(timeout_s) + _ALARM_GRACE_S)
                 reply = _score(request["scorer"], output, answer)

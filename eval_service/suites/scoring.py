@@ -28,6 +28,7 @@ from eval_service.contract.errors import EvalfleetError
 _CHUNK = 64
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
+_MAX_UNTAKEN = 3
 
 
 class ScorerPoolFailed(EvalfleetError):
@@ -91,9 +92,14 @@ class ScorerPool:
 
     def _score_chunk(self, scorer: str, pairs: list[_Pair]) -> list[Score]:
         scores: list[Score] = []
+        untaken = 0
         while len(scores) < len(pairs):
+            if untaken >= _MAX_UNTAKEN:
+                raise ScorerPoolFailed(f"{untaken} scorer processes ended before they had read a sample")
             process = self._take()
-            scores += process.score(scorer, pairs[len(scores) :])
+            found = process.score(scorer, pairs[len(scores) :])
+            untaken = 0 if found else untaken + 1
+            scores += found
             if process.alive:
                 self._idle.put(process)
             else:
@@ -152,12 +158,17 @@ class _Process:
             raise ScorerPoolFailed(f"a scorer process did not start: {reply}", hint="its own output says why")
 
     def score(self, scorer: str, pairs: list[_Pair]) -> list[Score]:
-        """Score until the first sample that ends the process; fewer scores than pairs mean that it is dead."""
+        """Score until the first sample that ends the process; fewer scores than pairs mean that it is dead.
+
+        None at all mean that it had died before it could read them, which is no sample's fault.
+        """
         scores: list[Score] = []
         try:
             self._connection.send_bytes(json.dumps({"scorer": scorer, "samples": pairs}).encode())
         except OSError:
-            self.alive = False  # it died idle: no sample's fault
+            self.alive = False
+            return scores
+        if isinstance(self._reply(_START_TIMEOUT_S), str):
             return scores
         while self.alive and len(scores) < len(pairs):
             reply = self._reply(self._timeout_s)

@@ -10,8 +10,11 @@ from pydantic import BaseModel
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, InvalidRequest, NotFound
 from eval_service.contract.wire import (
+    DispatchReply,
+    DispatchRequest,
     DrainRequest,
     FleetView,
+    Granted,
     PointPage,
     PointView,
     Receipt,
@@ -33,6 +36,9 @@ class FakeService:
     fleet: FleetView = field(default_factory=lambda: FleetView(groups=(), seen_at=None))
     page: int = 3
     down: bool = False
+    refused: frozenset[int] = frozenset()
+    specs: dict[str, RunSpec] = field(default_factory=dict)
+    dispatches: list[DispatchRequest] = field(default_factory=list)
     drains: list[DrainRequest] = field(default_factory=list)
 
     def connect(self, url: str) -> EvalClient:
@@ -57,6 +63,8 @@ class FakeService:
                 return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
             case ["points", point]:
                 return next(view for view in self.points if view.id == point)
+            case ["dispatch"]:
+                return self._dispatch(DispatchRequest.model_validate_json(request.content))
             case ["drain"]:
                 self.drains.append(DrainRequest.model_validate_json(request.content))
                 return self.receipts.pop(0)
@@ -64,6 +72,9 @@ class FakeService:
                 return self.fleet
             case ["status"]:
                 return self._status()
+            case ["runs", run] if request.method == "PUT":
+                self.specs[run] = RunSpec.model_validate_json(request.content)
+                return self._run(run)
             case ["runs", run]:
                 return self._run(run)
         raise NotFound(f"no route {request.url.path}")
@@ -78,6 +89,14 @@ class FakeService:
         ]
         first, last = self._window(params)
         return PointPage(points=tuple(chosen[first:last]), total=len(chosen))
+
+    def _dispatch(self, request: DispatchRequest) -> DispatchReply:
+        self.dispatches.append(request)
+        if request.step in self.refused:
+            raise InvalidRequest("outside the roots", field="snapshot")
+        return DispatchReply(
+            run=request.run, step=request.step, reservation=request.reservation, outcome=Granted.TAKEN, points=()
+        )
 
     def _window(self, params: httpx.QueryParams) -> tuple[int, int]:
         first = int(params.get("offset", 0))
@@ -95,11 +114,11 @@ class FakeService:
         )
 
     def _run(self, run: str) -> RunView:
-        if run not in {view.run for view in self.points}:
+        if run not in {view.run for view in self.points} | set(self.specs):
             raise NotFound(f"no run {run!r}", field="run", hint="see `evalfleet runs`")
         return RunView(
             run=run,
-            spec=RunSpec(root="/snapshots", suites=("letters",)),
+            spec=self.specs.get(run, RunSpec(root="/snapshots", suites=("letters",))),
             state="active",
             step=50,
             progress_at=1000.0,

@@ -70,9 +70,9 @@ def test_a_manifest_survives_being_written_and_read(tmp_path: Path) -> None:
     assert read_manifest(published.path) == published.manifest
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0", "x" * 256])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0", "x" * 256, "\udc80"])
 def test_no_listed_file_can_lie_outside_the_snapshot(name: str) -> None:
-    with pytest.raises(ValueError, match="own directory"):
+    with pytest.raises(ValueError, match="name"):
         FileEntry(name=name, size_bytes=0, xxh3_128="0" * 32)
 
 

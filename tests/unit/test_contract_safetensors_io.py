@@ -110,6 +110,8 @@ UNSOUND: dict[str, bytes] = {
     "an_entry_that_is_no_table": raw({"a": 3}),
     "no_offsets": raw({"a": {"dtype": "F32", "shape": [1]}}, b"1234"),
     "offsets_that_are_no_numbers": raw({"a": {**entry(), "data_offsets": ["x", "y"]}}, b"1234"),
+    "offsets_without_end": raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,Infinity]}}', b"1234"),
+    "a_name_that_is_no_text": raw(b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"1234"),
     "overlap": raw({"a": entry(0, 4), "b": entry(2, 6)}, b"123456"),
     "gap": raw({"a": entry(0, 4), "b": entry(6, 10)}, b"1234567890"),
     "begins_late": raw({"a": entry(2, 6)}, b"123456"),

@@ -1,4 +1,4 @@
-"""The docs tell the truth: every config key with its default, every command and exit code, no dead link, examples that load."""
+"""The docs tell the truth: every config key with its default, every command and exit code, no dead link."""
 
 from __future__ import annotations
 

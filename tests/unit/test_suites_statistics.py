@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval_service.contract.wire import SampleView
@@ -45,6 +45,7 @@ def _sample(index: int, dataset: str, score: float | None, **changes: Any) -> Sa
     return SampleView.model_validate({**values, **changes})
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=50))
 def test_mean_and_standard_error_agree_with_numpy(values: list[float]) -> None:
     metric = mean_of(values)
