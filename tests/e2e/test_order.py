@@ -145,6 +145,7 @@ def test_reuse_evaluates_own_checkpoints_and_gc_leaves_them(live: Live) -> None:
     training.start()
     training.finish()
     points = live.points("reuse")
+    assert [point.detail for point in points] == [None, None, None]
     assert [(point.step, point.state) for point in points] == [(0, DONE), (2, DONE), (4, DONE)]
     assert [point.source for point in points[1:]] == [Source.REUSE, Source.REUSE]
     for point in points:
