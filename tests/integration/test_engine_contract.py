@@ -235,3 +235,11 @@ def test_no_key_stands_in_a_command_line_or_in_the_log(served: Served) -> None:
         assert not any(key in text for key in keys)
     log = served.boot.path.parent / "engine.log"
     assert not any(key in log.read_text() for key in keys)
+
+
+@pytest.mark.destructive
+def test_a_token_id_beyond_the_vocabulary_ends_the_server(served: Served) -> None:
+    """Last: it takes the shared engine with it."""
+    with pytest.raises(httpx.TransportError):
+        served.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
+    served.loop.run(asyncio.wait_for(served.server.process.exited.wait(), 30))

@@ -199,14 +199,13 @@ def test_a_command_that_is_given_twice_runs_once(fleet: Fleet) -> None:
 
 def test_a_result_is_told_until_a_poll_that_carried_it_returned(fleet: Fleet) -> None:
     async def body() -> None:
-        async with fleet.runner(update_s=0.3) as runner:
+        async with fleet.runner(update_s=0.3):
             await fleet.ready()
             pin = asyncio.create_task(fleet.pin(fleet.a, "a.1"))
             await fleet.link.until(lambda report: report.state is EngineState.PINNING)
             fleet.link.cut = True
             told = len(fleet.link.reports)
-            while not runner.report().results:  # the pin ends while nobody listens
-                await asyncio.sleep(0.02)
+            await fleet.link.until(lambda _: any(report.results for report in fleet.link.unheard))
             assert len(fleet.link.reports) == told
             fleet.link.cut = False
             assert (await pin).ok
