@@ -33,7 +33,7 @@ RESERVED = frozenset(
 )
 # No warm-up request: the replica's first canary is one. Metrics: the dashboards read them.
 _SGLANG: dict[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-# facts: the torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it.
+# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it.
 _SGLANG_CPU: dict[str, Any] = {
     **_SGLANG,
     "attention_backend": "torch_native",
