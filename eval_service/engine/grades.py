@@ -33,7 +33,7 @@ RESERVED = frozenset(
 )
 # No warm-up request: the replica's first canary is one. Metrics: the dashboards read them.
 _SGLANG: dict[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-# facts: the torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it.
+# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it.
 _SGLANG_CPU: dict[str, Any] = {
     **_SGLANG,
     "attention_backend": "torch_native",
@@ -211,7 +211,7 @@ def to_argv(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _plan(module: str, boot: dict[str, Any], keys: Keys, env: dict[str, str]) -> ServerPlan:
-    paths = [path for path in (env.get("PYTHONPATH"), checkout_path(), os.environ.get("PYTHONPATH")) if path]
+    paths = [path for path in (env.get("PYTHONPATH"), _checkout(), os.environ.get("PYTHONPATH")) if path]
     return ServerPlan(
         command=(sys.executable, "-m", module),
         env={**env, "PYTHONPATH": os.pathsep.join(paths)},
@@ -231,6 +231,6 @@ def _sglang_env(grade: Grade) -> dict[str, str]:
     }
 
 
-def checkout_path() -> str | None:
+def _checkout() -> str | None:
     """Where this package lies if it is not installed: a child process has to be told."""
     return None if _ROOT.name in ("site-packages", "dist-packages") else str(_ROOT)

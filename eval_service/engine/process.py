@@ -18,8 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from eval_service.engine import supervisor
 from eval_service.engine.errors import BootFailed
-from eval_service.engine.grades import ServerPlan, checkout_path
+from eval_service.engine.grades import ServerPlan
 
 STOP_GRACE_S = 0.5  # an evaluation has no state to save, and SGLang takes 6 to 66 s over SIGTERM
 _STOP_TIMEOUT_S = 30.0
@@ -38,12 +39,12 @@ def free_ports(host: str, count: int) -> list[int]:
 class ServerProcess:
     """One boot of a server. Make it with `start`; `exited` is set once its group is gone (or must be taken to be)."""
 
-    def __init__(self, supervisor: subprocess.Popen[bytes], scratch: Path) -> None:
+    def __init__(self, program: subprocess.Popen[bytes], scratch: Path) -> None:
         self.exited = asyncio.Event()
         self.exit_code: int | None = None
         self.server_pid: int | None = None
-        self.supervisor_pid = supervisor.pid
-        self._supervisor = supervisor
+        self.supervisor_pid = program.pid
+        self._supervisor = program
         self._scratch = scratch
         self._started = asyncio.Event()
         self._told_end = False
@@ -58,16 +59,14 @@ class ServerProcess:
         """
         scratch = Path(tempfile.mkdtemp(prefix="evalfleet-"))
         log.parent.mkdir(parents=True, exist_ok=True)
-        paths = [path for path in (checkout_path(), os.environ.get("PYTHONPATH")) if path]
-        supervisor = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
-            [sys.executable, "-S", "-m", "eval_service.engine.supervisor"],
+        program = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
+            [sys.executable, "-I", "-S", supervisor.__file__],  # alone: it imports nothing that has to be found
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             cwd=scratch,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        process = cls(supervisor, scratch)
+        process = cls(program, scratch)
         order = {
             "command": list(plan.command),
             "env": dict(plan.env),

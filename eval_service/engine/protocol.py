@@ -7,7 +7,7 @@ Commands run one at a time; the result of a finished one travels in each report 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -102,7 +102,7 @@ class EngineReport:
     nonce: str | None = None
     detail: str | None = None
     url: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     server_pid: int | None = None
     supervisor_pid: int | None = None
     vocab_size: int | None = None

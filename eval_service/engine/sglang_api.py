@@ -59,10 +59,6 @@ class SglangApi:
         """`model_path` and `weight_version`, among others."""
         return await self._json("GET", "/model_info", timeout_s=timeout_s)
 
-    async def server_info(self) -> dict[str, Any]:
-        """The resolved server arguments. They hold the keys: never log or forward this."""
-        return await self._json("GET", "/server_info")
-
     async def generate(self, body: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """One `/generate` call that is not streamed."""
         return await self._json("POST", "/generate", body, timeout_s=timeout_s)
@@ -107,10 +103,6 @@ class SglangApi:
         if not answer.get("success"):
             raise EngineRefused(200, str(answer.get("message")))
 
-    async def flush_cache(self) -> None:
-        """Drop the prefix cache; refused while requests are pending."""
-        await self._call("POST", "/flush_cache")
-
     async def abort_all(self, *, timeout_s: float | None = None) -> None:
         """End every request in flight: each is answered with finish_reason `abort`."""
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True}, timeout_s=timeout_s)
@@ -143,7 +135,7 @@ class SglangApi:
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> str:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        key = self._keys.api if path in ("/generate", "/model_info", "/server_info") else self._keys.admin
+        key = self._keys.api if path in ("/generate", "/model_info") else self._keys.admin
         try:
             async with self._session.request(
                 method,

@@ -197,7 +197,7 @@ def test_abort_ends_what_is_in_flight_with_200(served: Served) -> None:
 
 
 def test_flush_cache_answers_and_checksums_are_for_cuda(served: Served) -> None:
-    served.loop.run(served.server.api.flush_cache())
+    assert served.call("POST", "/flush_cache", key="admin").status_code == 200
     with pytest.raises(EngineRefused, match="CUDA"):
         served.loop.run(served.server.api.weights_checksum())
 
@@ -235,3 +235,11 @@ def test_no_key_stands_in_a_command_line_or_in_the_log(served: Served) -> None:
         assert not any(key in text for key in keys)
     log = served.boot.path.parent / "engine.log"
     assert not any(key in log.read_text() for key in keys)
+
+
+@pytest.mark.destructive
+def test_a_token_id_beyond_the_vocabulary_ends_the_server(served: Served) -> None:
+    """Last: it takes the shared engine with it."""
+    with pytest.raises(httpx.TransportError):
+        served.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
+    served.loop.run(asyncio.wait_for(served.server.process.exited.wait(), 30))

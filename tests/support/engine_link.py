@@ -26,6 +26,7 @@ class TestLink:
 
     def __init__(self) -> None:
         self.reports: list[EngineReport] = []
+        self.unheard: list[EngineReport] = []
         self.cut = False
         self.failure: Exception = Unavailable("no controller acts now")
         self.results: dict[str, CommandResult] = {}
@@ -36,6 +37,8 @@ class TestLink:
     async def poll(self, report: EngineReport) -> Command | None:
         """As the protocol says."""
         if self.cut:
+            self.unheard.append(report)
+            self._news.set()
             raise self.failure
         self.reports.append(report)
         self.results |= {result.id: result for result in report.results}

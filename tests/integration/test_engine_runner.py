@@ -1,0 +1,301 @@
+"""A replica's runner over a real supervisor and a real process: the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from eval_service.contract.wire import EngineState
+from eval_service.engine.errors import EngineFatal
+from eval_service.engine.protocol import CommandKind, EngineReport, PinError
+from eval_service.engine.runner import EngineRunner, RunnerTimes
+from eval_service.engine.server import BootOptions
+from eval_service.fleet_config import GroupConfig
+from tests.support.engine_link import TestLink
+from tests.support.engine_model import TinyModel, make_model
+from tests.support.processes import alive, tree
+
+TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=1.0)
+
+
+class Fleet:
+    """One runner, its link, and models to pin."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.link = TestLink()
+        self.boot = make_model(root / "boot", seed=0)
+        self.a = make_model(root / "a", seed=1)
+        self.b = make_model(root / "b", seed=2)
+
+    @asynccontextmanager
+    async def runner(self, **overrides: Any) -> AsyncIterator[EngineRunner]:
+        """A runner that runs; whatever happens, its processes are gone afterwards."""
+        group = GroupConfig.model_validate(
+            {"model": self.boot.path, "grade": "fake", "overrides": overrides, "start_timeout_s": 20}
+        )
+        options = BootOptions(log=self.root / "logs" / "engine.log")
+        runner = EngineRunner("engine-1", "eval", group, node="here", options=options, link=self.link, times=TIMES)
+        running = asyncio.create_task(runner.run())
+        try:
+            yield runner
+        finally:
+            await runner.stop()
+            await running
+            assert psutil.Process().children(recursive=True) == []
+
+    async def ready(self) -> EngineReport:
+        """The report of an engine that is up."""
+        return await self.link.until(lambda report: report.state is EngineState.READY)
+
+    async def new_nonce(self, old: EngineReport) -> EngineReport:
+        """The report of the next boot."""
+        return await self.link.until(
+            lambda report: report.state is EngineState.READY and report.nonce not in (None, old.nonce)
+        )
+
+    async def pin(self, model: TinyModel, label: str, **order: Any) -> Any:
+        """Pin a model with the canary that it must reproduce."""
+        return await self.link.pin(model.path, model.proven(), label, **order)
+
+
+async def turn(runner: EngineRunner, **knobs: Any) -> None:
+    """Turn knobs of the fake at run time."""
+    assert runner._server is not None
+    keys = runner._server.keys
+    async with aiohttp.ClientSession() as session:
+        headers = {"authorization": f"Bearer {keys.admin}"}
+        async with session.post(f"{runner._server.url}/_knobs", json=knobs, headers=headers) as answer:
+            assert answer.status == 200
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def go(body: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's body under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await body()
+
+    asyncio.run(bounded())
+
+
+def test_a_runner_reports_starting_then_ready_with_all_that_a_lane_needs(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner() as runner:
+            report = await fleet.ready()
+            assert fleet.link.reports[0].state is EngineState.STARTING
+            assert (report.engine, report.group, report.node) == ("engine-1", "eval", "here")
+            assert (report.vocab_size, report.context_length) == (128, 256)
+            assert report.replica_pid == os.getpid()
+            assert report.server_pid in {child.pid for child in tree(report.supervisor_pid or 0)}
+            async with aiohttp.ClientSession() as session:
+                request = {"text": "hi", "sampling_params": {"max_new_tokens": 16}}
+                headers = {"authorization": f"Bearer {report.api_key}"}
+                async with session.post(f"{report.url}/generate", json=request, headers=headers) as answer:
+                    assert answer.status == 200
+            await runner.check_health()
+
+    go(body)
+
+
+def test_a_pin_is_proven_and_told_and_the_next_one_too(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner():
+            await fleet.ready()
+            first, second = await fleet.pin(fleet.a, "a.1"), await fleet.pin(fleet.b, "b.1")
+            assert first.ok
+            assert second.ok
+            assert first.evidence.fingerprint != second.evidence.fingerprint
+            report = await fleet.link.until(lambda report: report.weight_version == "b.1")
+            assert report.state is EngineState.READY
+            assert any(seen.state is EngineState.PINNING for seen in fleet.link.reports)
+
+    go(body)
+
+
+@pytest.mark.parametrize(
+    ("knob", "error"),
+    [
+        ("stale_label", PinError.LABEL),
+        ("wrong_weights", PinError.UNCHANGED),
+        ("refuse_update", PinError.REFUSED),
+        ("die_on_update", PinError.DIED),
+    ],
+)
+def test_each_fault_of_an_engine_fails_its_pin_with_its_own_reason(fleet: Fleet, knob: str, error: PinError) -> None:
+    async def body() -> None:
+        async with fleet.runner() as runner:
+            report = await fleet.ready()
+            await turn(runner, **{knob: True})
+            result = await fleet.pin(fleet.a, "a.1")
+            assert (result.ok, result.error) == (False, error)
+            if error is PinError.DIED:
+                report = await fleet.new_nonce(report)
+            assert fleet.link.reports[-1].weight_version is None
+
+    go(body)
+
+
+def test_noise_in_the_log_probs_fails_the_canary(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(noise=0.01):
+            await fleet.ready()
+            assert (await fleet.pin(fleet.a, "a.1")).error is PinError.CANARY
+
+    go(body)
+
+
+def test_a_load_that_takes_too_long_ends_at_the_pins_deadline_and_the_engine_can_be_pinned_again(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(update_s=30.0) as runner:
+            report = await fleet.ready()
+            assert (await fleet.pin(fleet.a, "a.1", timeout_s=0.5)).error is PinError.TIMEOUT
+            await turn(runner, update_s=0.0)
+            fleet.link.give(CommandKind.RESTART)
+            await fleet.new_nonce(report)
+
+    go(body)
+
+
+def test_a_command_of_an_older_epoch_is_refused_and_harms_nothing(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner():
+            await fleet.ready()
+            assert (await fleet.pin(fleet.a, "a.1", epoch=5)).ok
+            stale = await fleet.pin(fleet.b, "b.1", epoch=4)
+            assert stale.error is PinError.STALE_EPOCH
+            assert fleet.link.reports[-1].weight_version == "a.1"
+
+    go(body)
+
+
+def test_a_command_that_is_given_twice_runs_once(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner():
+            report = await fleet.ready()
+            fleet.link.give(CommandKind.RESTART, name="once")
+            fleet.link.give(CommandKind.RESTART, name="once")
+            await fleet.link.done("once")
+            await fleet.pin(fleet.a, "a.1")
+            last = fleet.link.reports[-1]
+            assert last.restarts == 1
+            assert last.nonce != report.nonce
+
+    go(body)
+
+
+def test_a_result_is_told_until_a_poll_that_carried_it_returned(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(update_s=0.3):
+            await fleet.ready()
+            pin = asyncio.create_task(fleet.pin(fleet.a, "a.1"))
+            await fleet.link.until(lambda report: report.state is EngineState.PINNING)
+            fleet.link.cut = True
+            told = len(fleet.link.reports)
+            await fleet.link.until(lambda _: any(report.results for report in fleet.link.unheard))
+            assert len(fleet.link.reports) == told
+            fleet.link.cut = False
+            assert (await pin).ok
+            await fleet.link.until(lambda report: not report.results)
+
+    go(body)
+
+
+def test_serving_goes_on_while_no_controller_can_be_reached_whatever_the_link_raises(fleet: Fleet) -> None:
+    async def body() -> None:
+        fleet.link.failure = RuntimeError("an actor died")
+        async with fleet.runner() as runner:
+            report = await fleet.ready()
+            fleet.link.cut = True
+            async with aiohttp.ClientSession() as session:
+                headers = {"authorization": f"Bearer {report.api_key}"}
+                async with session.post(f"{report.url}/generate", json={"text": "hi"}, headers=headers) as answer:
+                    assert answer.status == 200
+            await runner.check_health()
+            fleet.link.cut = False
+            seen = len(fleet.link.reports)
+            await fleet.link.until(lambda _: len(fleet.link.reports) > seen)
+            assert fleet.link.reports[-1].nonce == report.nonce
+
+    go(body)
+
+
+def test_a_server_that_hangs_is_started_anew_with_another_nonce(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner() as runner:
+            report = await fleet.ready()
+            old = tree(report.server_pid or 0)
+            await turn(runner, hang=True)
+            fresh = await fleet.new_nonce(report)
+            assert fresh.restarts == 1
+            assert fresh.api_key != report.api_key
+            assert alive(old) == []
+
+    go(body)
+
+
+def test_a_restart_on_command_forgets_the_pin_and_is_told(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner():
+            report = await fleet.ready()
+            await fleet.pin(fleet.a, "a.1")
+            assert (await fleet.link.done(fleet.link.give(CommandKind.RESTART))).ok
+            fresh = await fleet.new_nonce(report)
+            assert fresh.weight_version is None
+            assert (await fleet.pin(fleet.a, "a.2")).ok
+
+    go(body)
+
+
+def test_leaving_is_told_and_serving_goes_on_until_stop(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner() as runner:
+            report = await fleet.ready()
+            assert (await fleet.link.done(fleet.link.give(CommandKind.LEAVE))).ok
+            leaving = await fleet.link.until(lambda seen: seen.state is EngineState.LEAVING)
+            assert leaving.nonce == report.nonce
+            assert runner.state is EngineState.LEAVING
+
+    go(body)
+
+
+def test_two_failed_starts_in_a_row_are_fatal_and_say_why(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(boot_fails=True) as runner:
+            lost = await fleet.link.until(lambda report: report.state is EngineState.LOST)
+            assert "the boot fails" in (lost.detail or "")
+            with pytest.raises(EngineFatal, match="2 times"):
+                await runner.check_health()
+
+    go(body)
+
+
+def test_a_configuration_that_cannot_work_is_fatal_at_once(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(model_path="/elsewhere") as runner:
+            await fleet.link.until(lambda report: report.state is EngineState.LOST)
+            with pytest.raises(EngineFatal, match=r"overrides\.model_path"):
+                await runner.check_health()
+
+    go(body)
+
+
+def test_stopping_while_it_boots_leaves_nothing(fleet: Fleet) -> None:
+    async def body() -> None:
+        async with fleet.runner(boot_s=30.0):
+            await fleet.link.until(lambda report: report.state is EngineState.STARTING)
+
+    go(body)
