@@ -20,13 +20,13 @@ from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
 from trainer.cadence import Point
-from trainer.checkpoint import EXPORTER_NAME, Weights
 from trainer.config import RunConfig
 from trainer.crash import crash_point
 from trainer.service_link import ServiceLink
 from trainer.steplog import StepLog
 from trainer.stopping import Stopped
 from trainer.traces import Traces, find_traces
+from trainer.weights import Weights, exporter_name
 
 
 class ExportFailed(Exception):
@@ -93,6 +93,7 @@ class EvalHook:
         self.planned += [entry for entry in planned if entry not in self.planned]
         try:
             self._evaluate(point, base, if_lacking)
+            self.link.nudge()
         except Stopped:
             self.log.write("eval_skipped", step=point.step, reason=Reason.BUSY, detail="stopped while waiting for room")
         except Exception as exc:  # noqa: BLE001 - the edge: training goes on, the log says what became of the point
@@ -179,7 +180,7 @@ class EvalHook:
         with ExitStack() as stack:
             try:
                 started = self.clock()
-                writer = stack.enter_context(SnapshotWriter(run.root, run.name, step, EXPORTER_NAME))
+                writer = stack.enter_context(SnapshotWriter(run.root, run.name, step, exporter_name()))
                 crash_point("in_export", step)
                 self.weights.fill(writer)
                 digest = writer.digest()
@@ -265,6 +266,8 @@ class EvalHook:
             return
         except EvalfleetError as exc:
             self.log.write("eval_refused", step=request.step, detail=str(exc))
+            for known in ticket.points:  # they would wait for a snapshot until their reservation expires
+                self.link.report(known, f"the service refused the snapshot: {exc}")
             return
         points = {ref.suite: ref.id for ref in reply.points}
         self.log.write("eval_dispatched", step=request.step, outcome=reply.outcome, points=points)
