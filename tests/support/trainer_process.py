@@ -56,9 +56,10 @@ class TrainerRuns:
         """Where the log, the plan and the receipt are."""
         return self.run_dir / "trainer"
 
-    def launch(self, *settings: str, crash: str | None = None) -> Ended:
+    def launch(self, *settings: str, crash: str | None = None, plan: bool = False) -> Ended:
         """Run the trainer to its end, with `section.key=value` settings."""
         argv = ["--config", str(self.config)]
+        argv += ["--plan"] if plan else []
         for setting in settings:
             argv += ["--set", setting]
         stdout, stderr = self.directory / "stdout.txt", self.directory / "stderr.txt"
