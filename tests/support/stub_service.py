@@ -46,6 +46,8 @@ class StubService:
     away: Callable[[str], bool] = lambda _: False
     known_suites: frozenset[str] = frozenset({"main"})
     busy: Callable[[DispatchRequest], bool] = lambda _: False
+    refuses: Callable[[DispatchRequest], bool] = lambda _: False
+    away_reply: tuple[int, Any] = (503, "away")
     url: str = ""
 
     def point(self, step: int) -> PointView:
@@ -60,11 +62,14 @@ class StubService:
         """One call."""
         self.calls.append((f"{method} {path}", body))
         if self.away(f"{method} {path}"):
-            return 503, "away"
+            return self.away_reply
         if method == "PUT":
             return self._put_run(path.split("/")[2], body)
         if path == "/dispatch":
-            return 202, self._dispatch(DispatchRequest.model_validate(body))
+            request = DispatchRequest.model_validate(body)
+            if self.refuses(request):
+                return 422, {"error": {"code": "invalid_request", "message": "no"}}
+            return 202, self._dispatch(request)
         if path == "/points":
             return 200, self._page(query)
         if path == "/drain":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -26,6 +26,7 @@ from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook
 from trainer.service_link import ServiceLink
 from trainer.steplog import StepLog, read_steplog
+from trainer.stopping import Stopped
 
 
 @dataclass
@@ -34,6 +35,7 @@ class FakeWeights:
 
     value: float = 1.0
     fault: Exception | None = None
+    fault_after: Exception | None = None
     written: list[str] = field(default_factory=list)
 
     def fill(self, writer: SnapshotWriter) -> None:
@@ -41,6 +43,8 @@ class FakeWeights:
             raise self.fault
         self.written.append(writer.nonce)
         writer.add_weights("model.safetensors", [TensorData("w", "U8", (4,), bytes([int(self.value)] * 4))])
+        if self.fault_after is not None:
+            raise self.fault_after
 
     def canary(self) -> Canary | None:
         return None
@@ -67,7 +71,7 @@ class Bench:
         return drain(self.hook, output_dir=self.config.output_dir)
 
 
-def _client(stub: StubService) -> EvalClient:
+def _client(stub: StubService, sleep: Callable[[float], None] = lambda _: None) -> EvalClient:
     def answer(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else None
         query = parse_qs(request.url.query.decode())
@@ -76,7 +80,7 @@ def _client(stub: StubService) -> EvalClient:
             return httpx.Response(status, text=reply or "")
         return httpx.Response(status, text=json.dumps(reply) if isinstance(reply, dict) else reply.model_dump_json())
 
-    return EvalClient("http://stub", transport=httpx.MockTransport(answer), sleep=lambda _: None)
+    return EvalClient("http://stub", transport=httpx.MockTransport(answer), sleep=sleep)
 
 
 def _launch(config: RunConfig, stub: StubService, log: StepLog) -> Bench:
@@ -180,13 +184,52 @@ def test_what_was_kept_goes_before_the_next_point_when_the_service_is_back(bench
     assert list(bench.outbox.pending()) == []
 
 
-def test_a_refused_request_in_the_outbox_does_not_hold_up_the_others(bench: Bench) -> None:
+def test_a_refused_or_unreadable_request_in_the_outbox_does_not_hold_up_the_others(bench: Bench) -> None:
     bench.stub.away = lambda _: True
-    bench.hook.evaluate(Point(1, Kind.PERIODIC))
+    for step in (1, 2):
+        bench.hook.evaluate(Point(step, Kind.PERIODIC))
     (bench.outbox.directory / "junk.json").write_text("{")
     bench.stub.away = lambda _: False
+    bench.stub.refuses = lambda request: request.step == 1
     assert bench.drain().drained
-    assert bench.stub.steps() == [1]
+    assert bench.stub.steps() == [2]
+    assert {"eval_refused", "outbox_unreadable"} <= set(bench.events())
+
+
+def test_a_snapshot_that_the_service_refuses_ends_its_point(bench: Bench) -> None:
+    bench.stub.refuses = lambda request: request.snapshot is not None
+    bench.hook.evaluate(PERIODIC)
+    assert bench.stub.point(3).reason is Reason.EXPORT_FAILED
+    assert "refused" in str(bench.stub.point(3).detail)
+
+
+def test_a_stop_ends_the_wait_for_room(bench: Bench) -> None:
+    def stopped(_: float) -> None:
+        raise Stopped
+
+    bench.stub.away = lambda call: call == "POST /dispatch"
+    bench.stub.away_reply = (429, {"error": {"code": "busy", "message": "ask again"}})
+    bench.hook.link.client = _client(bench.stub, sleep=stopped)
+    bench.hook.evaluate(PERIODIC)
+    assert bench.events() == ["eval_skipped"]
+    assert bench.weights.written == []
+
+
+def test_what_was_written_of_an_export_that_fails_later_is_removed(bench: Bench) -> None:
+    bench.weights.fault_after = OSError(28, "No space left on device")
+    bench.hook.evaluate(PERIODIC)
+    assert bench.weights.written
+    assert bench.stub.point(3).reason is Reason.EXPORT_FAILED
+    assert [path.name for path in (bench.config.run.root / "r").iterdir()] == ["trainer"]
+
+
+def test_stall_is_all_waiting_but_the_canary(bench: Bench) -> None:
+    times = iter(range(100))
+    bench.hook.clock = lambda: float(next(times))
+    bench.hook.evaluate(PERIODIC)
+    request = [body for call, body in bench.stub.calls if call == "POST /dispatch"][-1]
+    assert request["stall_s"] > request["export_s"] > 0
+    assert request["canary_s"] is None
 
 
 def test_an_unreachable_drain_leaves_a_receipt_in_the_outbox(bench: Bench) -> None:
