@@ -14,26 +14,17 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from eval_service.contract.errors import ConfigError
-from eval_service.contract.manifest import Canary
 from eval_service.contract.snapshot import Published, SnapshotWriter
+from trainer.weights import Weights, exporter_name
 
-EXPORTER_NAME = "evalfleet-trainer 0.1.0"
 FIELD = "train.save_dir"
 _META = "meta.json"
 _NAME = re.compile(r"step_(\d{1,12})")
-
-
-class Weights(Protocol):
-    """What can write the weights of now into a snapshot."""
-
-    def fill(self, writer: SnapshotWriter) -> None: ...
-
-    def canary(self) -> Canary | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,7 @@ class CheckpointStore:
         return max((int(match[1]) for match in found if match), default=None)
 
     def save(self, step: int, rank: str, state: dict[str, Any]) -> Path:
-        """Publish a checkpoint; one of the same step (of an abandoned launch) gives way.
+        """Publish a checkpoint.
 
         Args:
             rank: names this rank's part of the model.
@@ -65,7 +56,7 @@ class CheckpointStore:
             (partial / _META).write_text(json.dumps({"run": self.run, "step": step, "format_version": 1}))
             for path in partial.iterdir():
                 _sync(path)
-            _replace(partial, target)
+            partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         _sync(self.directory)
@@ -91,19 +82,9 @@ class CheckpointStore:
         Raises:
             OSError: as the file system has it; what was written of it is removed.
         """
-        with SnapshotWriter(self.directory / "hf", self.run, step, EXPORTER_NAME) as writer:
+        with SnapshotWriter(self.directory / "hf", self.run, step, exporter_name()) as writer:
             weights.fill(writer)
             return writer.publish(canary=weights.canary(), dispatch=())
-
-
-def _replace(partial: Path, target: Path) -> None:
-    if target.exists():
-        old = target.with_name(f".trash-{uuid.uuid4().hex}")
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(target)
 
 
 def _sync(path: Path) -> None:

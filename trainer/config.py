@@ -216,6 +216,8 @@ def _validated(table: dict[str, Any], name: str) -> RunConfig:
             raise ConfigError(f"{name}: unknown key", field=key, hint=f"remove it; {HINT}") from exc
         if fault["type"] == "missing":
             raise ConfigError(f"{name}: is not set", field=key, hint=HINT) from exc
+        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.]+): ", message)):
+            key, message = ".".join(filter(None, (key, own[1]))), message[own.end() :]
         raise ConfigError(f"{name}: {message}", field=key or None, hint=HINT) from exc
 
 

@@ -33,6 +33,8 @@ def drain(
     until = clock() + section.drain_timeout_s
     log.write("drain_begin", planned=len(hook.planned))
     link.stop()
+    for path in link.outbox.unreadable():
+        log.write("outbox_unreadable", path=str(path))
     started_at = time.time()
     try:
         _flush_until(link.flush, until, clock)

@@ -20,13 +20,13 @@ from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
 from trainer.cadence import Point
-from trainer.checkpoint import EXPORTER_NAME, Weights
 from trainer.config import RunConfig
 from trainer.crash import crash_point
 from trainer.service_link import ServiceLink
 from trainer.steplog import StepLog
 from trainer.stopping import Stopped
 from trainer.traces import Traces, find_traces
+from trainer.weights import Weights, exporter_name
 
 
 class ExportFailed(Exception):
@@ -41,7 +41,6 @@ class Given:
     source: Source
     digest: str | None = None
     export_s: float | None = None
-    canary_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class Ticket:
 
     request: DispatchRequest
     points: tuple[str, ...] = ()
-    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -81,6 +79,7 @@ class EvalHook:
     clock: Callable[[], float] = time.monotonic
     planned: list[PlannedPoint] = field(default_factory=list)
     skipped: list[PlannedPoint] = field(default_factory=list)
+    began: float = 0.0
 
     def evaluate(self, point: Point, *, base: Path | None = None, if_lacking: bool = False) -> None:
         """Have a point evaluated.
@@ -91,8 +90,10 @@ class EvalHook:
         """
         planned = [PlannedPoint(step=point.step, suite=suite) for suite in self.config.eval.suites]
         self.planned += [entry for entry in planned if entry not in self.planned]
+        self.began = self.clock()
         try:
             self._evaluate(point, base, if_lacking)
+            self.link.nudge()
         except Stopped:
             self.log.write("eval_skipped", step=point.step, reason=Reason.BUSY, detail="stopped while waiting for room")
         except Exception as exc:  # noqa: BLE001 - the edge: training goes on, the log says what became of the point
@@ -132,8 +133,7 @@ class EvalHook:
             return
         ticket = self._reserve(point, traces, suites, given.source)
         if ticket is not None:
-            times = {"export_s": given.export_s, "canary_s": given.canary_s, "stall_s": ticket.wait_s}
-            self._send(ticket, snapshot=str(given.path), digest=given.digest, **times)
+            self._send(ticket, snapshot=str(given.path), digest=given.digest, **self._times(given.export_s))
 
     # --- an export
 
@@ -179,7 +179,7 @@ class EvalHook:
         with ExitStack() as stack:
             try:
                 started = self.clock()
-                writer = stack.enter_context(SnapshotWriter(run.root, run.name, step, EXPORTER_NAME))
+                writer = stack.enter_context(SnapshotWriter(run.root, run.name, step, exporter_name()))
                 crash_point("in_export", step)
                 self.weights.fill(writer)
                 digest = writer.digest()
@@ -192,10 +192,7 @@ class EvalHook:
 
     def _publish(self, ticket: Ticket, written: Written) -> None:
         canary_s = written.canary_s if written.canary else None
-        stall_s = ticket.wait_s + written.export_s
-        request = ticket.request.model_copy(
-            update={"export_s": written.export_s, "canary_s": canary_s, "stall_s": stall_s, "wait_s": None}
-        )
+        request = ticket.request.model_copy(update={**self._times(written.export_s, canary_s), "wait_s": None})
         started = self.clock()
         try:
             published = written.writer.publish(canary=written.canary, dispatch=[request.model_dump(mode="json")])
@@ -205,8 +202,13 @@ class EvalHook:
         step, digest = request.step, published.manifest.digest
         self.log.write("eval_exported", step=step, snapshot=str(published.path), digest=digest, reused=published.reused)
         crash_point("after_publish", step)
-        times = {"export_s": written.export_s + publish_s, "canary_s": canary_s, "stall_s": stall_s + publish_s}
+        times = self._times(written.export_s + publish_s, canary_s)
         self._send(ticket, snapshot=str(published.path), digest=digest, **times)
+
+    def _times(self, export_s: float | None, canary_s: float | None = None) -> dict[str, float | None]:
+        """All that this step has waited is its stall, but for the canary, which is a cost of its own."""
+        stall_s = max(0.0, self.clock() - self.began - (canary_s or 0.0))
+        return {"export_s": export_s, "canary_s": canary_s, "stall_s": stall_s}
 
     def _export_failed(self, point: Point, ticket: Ticket | None, exc: Exception) -> None:
         reason = Reason.EXPORT_FAILED
@@ -229,31 +231,32 @@ class EvalHook:
             source=source,
         )
         if traces.ledger is None:
-            return self._grant_itself(request, 0.0)
-        started = self.clock()
+            return self._grant_itself(request)
         try:
             reply = self.link.client.reserve(request, deadline_s=self.config.eval.reserve_timeout_s)
         except Unavailable as exc:
             self.log.write("service_away", step=request.step, detail=str(exc))
-            return self._grant_itself(request, self.clock() - started)
+            return self._grant_itself(request)
         except EvalfleetError as exc:
             self.log.write("eval_refused", step=point.step, detail=str(exc))
             return None
         waiting = tuple(ref.id for ref in reply.points if ref.state is PointState.RESERVED)
         if reply.outcome is Granted.SKIPPED or not waiting:
-            reasons = sorted({str(ref.reason or ref.state) for ref in reply.points})
-            self.log.write("eval_skipped", step=point.step, reason=",".join(reasons) or str(Reason.BUSY))
+            reasons = sorted({str(ref.reason) for ref in reply.points if ref.reason})
+            # No reason: the service's scan took the snapshot in meanwhile.
+            event = "eval_skipped" if reasons else "eval_known"
+            self.log.write(event, step=point.step, reason=",".join(reasons))
             return None
         self.log.write("eval_reserved", step=point.step, reservation=reservation, force=point.force, kind=point.kind)
         crash_point("after_reserve", point.step)
-        return Ticket(request, waiting, self.clock() - started)
+        return Ticket(request, waiting)
 
-    def _grant_itself(self, request: DispatchRequest, wait_s: float) -> Ticket | None:
+    def _grant_itself(self, request: DispatchRequest) -> Ticket | None:
         if not request.force and self.link.unsent() >= self.config.eval.max_in_flight:
             self.skipped += [PlannedPoint(step=request.step, suite=suite) for suite in request.suites or ()]
             self.log.write("eval_skipped", step=request.step, reason=Reason.BUSY)
             return None
-        return Ticket(request.model_copy(update={"deferred": True}), wait_s=wait_s)
+        return Ticket(request.model_copy(update={"deferred": True}))
 
     def _send(self, ticket: Ticket, **fields: Any) -> None:
         request = ticket.request.model_copy(update={**fields, "wait_s": None})
@@ -265,6 +268,8 @@ class EvalHook:
             return
         except EvalfleetError as exc:
             self.log.write("eval_refused", step=request.step, detail=str(exc))
+            for known in ticket.points:  # they would wait for a snapshot until their reservation expires
+                self.link.report(known, f"the service refused the snapshot: {exc}")
             return
         points = {ref.suite: ref.id for ref in reply.points}
         self.log.write("eval_dispatched", step=request.step, outcome=reply.outcome, points=points)

@@ -14,7 +14,7 @@ from pathlib import Path
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.wire import Kind, Source
 from trainer.cadence import Point
-from trainer.checkpoint import CheckpointStore, Weights
+from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
 from trainer.crash import crash_point
 from trainer.data import Dataset
@@ -24,6 +24,7 @@ from trainer.eval_hook import EvalHook, Given
 from trainer.steplog import StepLog
 from trainer.stopping import StopFlag
 from trainer.training import Training
+from trainer.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Loop:
         due = {point.step: point for point in self.points}
         for step in range(self.start + 1, self.config.train.num_steps + 1):
             if self.stop.is_set:
-                self.log.write("stopped", step=step - 1)
+                self._stopped(step - 1, saver)
                 return
             self._train_step(step, training, dataset)
             point = due.get(step)
@@ -59,6 +60,11 @@ class Loop:
                 saver.save(step)
             if point is not None and self.hook is not None and not self.stop.is_set:
                 self.hook.evaluate(point)
+
+    def _stopped(self, step: int, saver: Saver) -> None:
+        self.log.write("stopped", step=step)
+        if step > self.start and not saver.has(step):
+            saver.save(step)
 
     def _train_step(self, step: int, training: Training, dataset: Dataset) -> None:
         self.log.write("step_begin", step=step)
@@ -104,6 +110,10 @@ class Saver:
         train = self.config.train
         periodic = train.save_interval is not None and step % train.save_interval == 0
         return periodic or step == train.num_steps or (point is not None and self.config.reuses)
+
+    def has(self, step: int) -> bool:
+        """It was saved already."""
+        return self.store.latest() == step
 
     def save(self, step: int) -> None:
         """Save a step. A Hugging Face directory that can't be written costs its point, not the run."""

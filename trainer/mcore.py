@@ -1,17 +1,25 @@
 """The one place that imports megatron-core.
 
-Its import warns of every optional library that is not installed (Transformer Engine, Apex); what is missing here is
-missing by choice, so those warnings are dropped and nothing else is.
+It warns of every optional library that is not installed (Transformer Engine, Apex), and of itself; what is missing here
+is missing by choice, so its own warnings are dropped, and nobody else's.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop the warnings of megatron, and of the torch that it builds on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+        yield
+
+
+with quiet():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -36,6 +44,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "parallel_state",
     "param_and_grad_buffer",
+    "quiet",
     "rotary_pos_embedding",
     "schedules",
     "tensor_parallel_random",

@@ -21,6 +21,7 @@ from trainer.mcore import (
     TransformerConfig,
     finalize_model_grads,
     get_gpt_layer_local_spec,
+    quiet,
 )
 
 
@@ -38,7 +39,8 @@ class Model:
         positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
         self.gpt.eval()
         try:
-            logits = self.gpt(token_ids, positions, None)
+            with quiet():
+                logits = self.gpt(token_ids, positions, None)
         finally:
             self.gpt.train()
         table = logits[:, :-1].float().log_softmax(-1)
@@ -47,6 +49,11 @@ class Model:
 
 def build_model(architecture: Architecture) -> Model:
     """An uninitialised model in float32."""
+    with quiet():
+        return _build(architecture)
+
+
+def _build(architecture: Architecture) -> Model:
     config = _transformer_config(architecture)
     spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=CausalAttention)

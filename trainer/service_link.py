@@ -31,7 +31,8 @@ class ServiceLink:
         self._reports: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         self._step: int | None = None
-        self._stop = threading.Event()
+        self._ending = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="evalfleet-progress", daemon=True)
 
     def check(self) -> None:
@@ -55,6 +56,10 @@ class ServiceLink:
     def at_step(self, step: int) -> None:
         """The trainer has completed `step`."""
         self._step = step
+
+    def nudge(self) -> None:
+        """Tell the step now, and not at the next turn."""
+        self._wake.set()
 
     def report(self, point: str, detail: str) -> None:
         """A reserved point's export failed; told again later if the service is away."""
@@ -85,7 +90,8 @@ class ServiceLink:
 
     def stop(self) -> None:
         """End the thread, and tell the last step."""
-        self._stop.set()
+        self._ending = True
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=PROGRESS_INTERVAL_S)
         self._tell_once()
@@ -117,10 +123,12 @@ class ServiceLink:
             self._log.write("eval_dispatched", step=request.step, outcome=reply.outcome, from_outbox=True)
 
     def _tell(self) -> None:
-        while not self._stop.wait(PROGRESS_INTERVAL_S):
+        while not self._ending:
             self._tell_once()
             if self.unsent():
                 self.flush()
+            self._wake.wait(PROGRESS_INTERVAL_S)
+            self._wake.clear()
 
     def _tell_once(self) -> None:
         if self._step is None or not self._announced:

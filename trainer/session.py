@@ -57,9 +57,9 @@ def prepare(config: RunConfig) -> Prepared:
     check_world()
     architecture = read_architecture(config.model.hf_path)
     store = CheckpointStore(config.save_dir, config.run.name)
-    start = store.latest() if config.train.resume and config.train.num_steps else None
+    start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
-    dataset = _dataset(config) if trains else None
+    dataset = _dataset(config, architecture) if trains else None
     points = cadence.plan(
         start=start or 0,
         num_steps=config.train.num_steps,
@@ -119,14 +119,33 @@ def _hook(config: RunConfig, log: StepLog, stop: StopFlag, stack: ExitStack) -> 
     return EvalHook(config, link, log)
 
 
-def _dataset(config: RunConfig) -> Dataset:
-    return load_dataset(
+def _start(config: RunConfig, store: CheckpointStore) -> int | None:
+    latest = store.latest() if config.train.num_steps else None
+    if latest is not None and not config.train.resume:
+        raise ConfigError(
+            f"{store.directory} holds a checkpoint of step {latest}, which a fresh run would be mixed up with",
+            field="train.save_dir",
+            hint="name another directory, or set train.resume = true",
+        )
+    return latest
+
+
+def _dataset(config: RunConfig, architecture: Architecture) -> Dataset:
+    dataset = load_dataset(
         config.data.train,
         _tokenizer(config),
         max_length=config.data.max_length,
         seed=config.train.seed,
         global_batch_size=config.train.global_batch_size,
     )
+    highest = max(max(example.token_ids) for example in dataset.examples)
+    if highest >= architecture.vocab_size:
+        raise ConfigError(
+            f"the tokenizer makes token id {highest}; the model's vocabulary ends before {architecture.vocab_size}",
+            field=FIELD,
+            hint="save the tokenizer that belongs to the model",
+        )
+    return dataset
 
 
 def _tokenizer(config: RunConfig) -> Any:

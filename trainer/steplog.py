@@ -23,7 +23,10 @@ class StepLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._seq = _last_seq(path)
+        whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
         self._file = path.open("a", buffering=1)
+        if not whole:  # a killed launch's last line; the next one must not be lost with it
+            self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event; fields must be JSON."""

@@ -19,7 +19,7 @@ from trainer.checkpoint import FIELD as SAVE_FIELD
 from trainer.checkpoint import CheckpointStore
 from trainer.config import TrainSection
 from trainer.data import Batch, Dataset, micro_batches
-from trainer.mcore import get_forward_backward_func
+from trainer.mcore import get_forward_backward_func, quiet
 from trainer.model import Model, build_model
 from trainer.optim import Optimizer
 from trainer.parallel import rank_label
@@ -47,14 +47,15 @@ class Training:
         """Train step `step` (from 1)."""
         examples = dataset.of_step(step)
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=micro_batches(examples, self.config.micro_batch_size),
-            model=[self.model.ddp],
-            num_microbatches=len(examples) // self.config.micro_batch_size,
-            seq_length=max(len(example.token_ids) for example in examples) - 1,
-            micro_batch_size=self.config.micro_batch_size,
-        )
+        with quiet():
+            losses = get_forward_backward_func()(
+                forward_step_func=_forward,
+                data_iterator=micro_batches(examples, self.config.micro_batch_size),
+                model=[self.model.ddp],
+                num_microbatches=len(examples) // self.config.micro_batch_size,
+                seq_length=max(len(example.token_ids) for example in examples) - 1,
+                micro_batch_size=self.config.micro_batch_size,
+            )
         rate, norm = self.optimizer.step(step)
         tokens = sum(int(entry["tokens"]) for entry in losses)
         return StepResult(sum(float(entry["loss"]) for entry in losses) / max(tokens, 1), rate, norm, tokens)

@@ -1,0 +1,69 @@
+"""Checkpoints: a resumed run is the run that was never interrupted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.stub_service import StubService
+from tests.support.tiny_model import build_tiny_model
+from tests.support.trainer_process import TrainerRuns
+from trainer.steplog import read_steplog
+
+pytestmark = pytest.mark.real
+
+QUIET = ("eval.interval=none", "eval.suites=[]", "train.save_interval=2", "train.num_steps=7", "train.warmup_steps=2")
+
+
+def losses(log: list[dict[str, Any]]) -> dict[int, Any]:
+    """Loss, rate and norm of each step, the last time that it was trained."""
+    return {e["step"]: (e["loss"], e["lr"], e["grad_norm"]) for e in log if e["event"] == "step_end"}
+
+
+def test_a_killed_and_resumed_run_has_the_losses_of_one_never_interrupted(runs: TrainerRuns, stub: StubService) -> None:
+    assert runs.launch(*QUIET, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
+    assert runs.launch(*QUIET, crash="in_step:6").returncode == -9
+    assert runs.launch(*QUIET).returncode == 0
+    assert [entry["start"] for entry in runs.log() if entry["event"] == "start"] == [0, 4]
+    whole = losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6, 7]
+    assert losses(runs.log()) == whole
+
+
+def test_a_fresh_run_over_another_ones_checkpoints_is_refused(runs: TrainerRuns, stub: StubService) -> None:
+    assert runs.launch(*QUIET).returncode == 0
+    result = runs.launch(*QUIET, "train.resume=false")
+    assert result.returncode == 2
+    assert "train.save_dir" in result.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(runs: TrainerRuns, stub: StubService) -> None:
+    assert runs.launch(*QUIET).returncode == 0
+    other = build_tiny_model(runs.directory / "other", hidden_size=32)
+    result = runs.launch(*QUIET, "train.num_steps=9", f'model.hf_path="{other}"')
+    assert result.returncode == 2
+    assert "another model" in result.stderr
+
+
+def test_what_cannot_work_is_refused_by_name(runs: TrainerRuns, stub: StubService) -> None:
+    bad = {
+        "model.hf_path=nowhere": "model.hf_path",
+        "train.global_batch_size=64": "data.train",
+        "data.train=nowhere.jsonl": "data.train",
+        "train.colour=red": "train.colour",
+        "eval.interval=0": "eval.interval",
+    }
+    for setting, field in bad.items():
+        result = runs.launch(setting, "train.micro_batch_size=1")
+        assert result.returncode == 2, setting
+        assert result.stderr.startswith(f"evalfleet-train: {field}: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_plan_prints_and_trains_nothing(runs: TrainerRuns, stub: StubService) -> None:
+    result = runs.launch("train.num_steps=6", plan=True)
+    assert result.returncode == 0
+    assert "plan: points at steps 0, 2, 4, 6 (final)" in result.stdout
+    assert not runs.run_dir.exists()
+    assert stub.calls == []
