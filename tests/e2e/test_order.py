@@ -140,7 +140,8 @@ def test_a_point_whose_export_failed_is_recorded_and_training_goes_on(live: Live
 
 
 def test_reuse_evaluates_own_checkpoints_and_gc_leaves_them(live: Live) -> None:
-    training = Training(live, "reuse", {"train": {"save_interval": 2, "save_hf": True}})
+    saves = str(live.root / "checkpoints")
+    training = Training(live, "reuse", {"train": {"save_interval": 2, "save_hf": True, "save_dir": saves}})
     training.settings["eval"] = {"snapshot_source": "reuse", "keep": 0}
     training.start()
     training.finish()
