@@ -47,12 +47,14 @@ def serve_forever(
     import ray
     from ray import serve
 
-    stop = _stop_event()
+    stop = threading.Event()
+    _stop_on_signals(stop)
     temp_dir = Path(tempfile.mkdtemp(prefix="evalfleet-")) if address is None else None
     try:
         _init_ray(address, temp_dir)
         options = {"host": fleet.service.host, "port": fleet.service.port}
         serve.start(proxy_location="HeadOnly", http_options=options)
+        _stop_on_signals(stop)  # once more: Ray has put its own in their place
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
         stop.wait()
@@ -124,12 +126,9 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
     )
 
 
-def _stop_event() -> threading.Event:
-    stop = threading.Event()
-
+def _stop_on_signals(stop: threading.Event) -> None:
     def on_signal(_signal: int, _frame: FrameType | None) -> None:
         stop.set()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    return stop
