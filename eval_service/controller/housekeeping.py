@@ -22,6 +22,7 @@ from eval_service.ledger.retention import Retention
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+AGAIN_S = 10.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
@@ -35,6 +36,7 @@ class Housekeeping:
         self._next_scan = 0.0
         self._next_leftovers = 0.0
         self._collect = True
+        self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def something_settled(self) -> None:
@@ -48,7 +50,7 @@ class Housekeeping:
             self._next_scan = now + self._service.scan_interval_s
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + LEFTOVERS_EVERY_S
-        if self._collect and self._start("collect", self._collect_settled):
+        if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
     async def close(self) -> None:
@@ -70,6 +72,10 @@ class Housekeeping:
             await work()
         except (EvalfleetError, OSError) as exc:
             log.warning("%s: %s; it is tried again", name, exc)
+            self._collect_at = time.monotonic() + AGAIN_S
+            self._collect |= work == self._collect_settled
+        except Exception:
+            log.exception("%s; it is tried again with the next occasion", name)
 
     # --- what nobody sent
 

@@ -92,7 +92,9 @@ class EngineRunner:
         self._restart = asyncio.Event()
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._seen: set[str] = set()
+        self._taken: dict[str, None] = {}
         self._results: dict[str, CommandResult] = {}
+        self._reports = 0
         self._epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
@@ -134,6 +136,7 @@ class EngineRunner:
     def report(self) -> EngineReport:
         """What a poll tells."""
         server = self._server
+        self._reports += 1
         return EngineReport(
             engine=self.engine_id,
             group=self._group_name,
@@ -150,6 +153,8 @@ class EngineRunner:
             context_length=server.model.context_length if server else None,
             weight_version=server.weight_version if server else None,
             restarts=self._restarts,
+            number=self._reports,
+            taken=tuple(self._taken),
             results=tuple(self._results.values()),
         )
 
@@ -258,6 +263,7 @@ class EngineRunner:
             self._finish(_refused(command, PinError.STALE_EPOCH, f"epoch {command.epoch}; {self._epoch} was seen"))
             return
         self._epoch = command.epoch
+        self._taken[command.id] = None
         self._commands.put_nowait(command)
 
     # --- commands
@@ -335,6 +341,7 @@ class EngineRunner:
     # --- inside
 
     def _finish(self, result: CommandResult) -> None:
+        self._taken.pop(result.id, None)
         self._results[result.id] = result
         self._changed.set()
 

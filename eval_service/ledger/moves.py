@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,6 +259,18 @@ class Moves:
                 return PointState.FAILED
             self._move(connection, row, PointState.QUEUED, faults=faults, detail=f"{fault}: {detail}")
             return PointState.QUEUED
+
+    def overtaken(self, lanes: Collection[str]) -> list[str]:
+        """Those of the points with a lane that somebody else ended, or queued anew, meanwhile."""
+        query = select(points.c.id).where(points.c.id.in_(lanes), points.c.state.not_in(_LIVE))
+        with self._db.reading() as connection:
+            return list(connection.execute(query).scalars())
+
+    def strays(self, lanes: Collection[str]) -> list[str]:
+        """Live points that have no lane: its end could not be written, or its begin did not come through."""
+        query = select(points.c.id).where(points.c.state.in_(_LIVE), points.c.id.not_in(lanes))
+        with self._db.reading() as connection:
+            return list(connection.execute(query).scalars())
 
     def overdue(self, point_timeout_s: float) -> list[str]:
         """Points that have been queued or tried for longer than a point may take."""
