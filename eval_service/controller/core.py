@@ -295,6 +295,8 @@ class _Acting:
                 await self._ledger(self._moves.end_unserved, point, detail)
 
     async def _lease(self) -> None:
+        if not self.fleet.free():
+            return
         queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
         by_id = {point.id: point for point in queued if await self._has_suite(point)}
         claims = [lane.claim for lane in self._lanes.values()]
