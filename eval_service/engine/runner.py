@@ -35,6 +35,7 @@ from eval_service.engine.protocol import (
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
 
+Boot = Callable[[GroupConfig, BootOptions, Clock], Awaitable[Server]]
 _log = logging.getLogger(__name__)
 _MAX_BOOT_FAILURES = 2
 _MAX_BACKOFF_S = 2.0
@@ -59,6 +60,7 @@ class EngineRunner:
         group_name: the group that it belongs to.
         node: where it runs, as the controller should show it.
         link: how the controller is reached; whatever it raises, serving goes on.
+        boot: starts a server; tests start one in their own process.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class EngineRunner:
         link: ControllerLink,
         times: RunnerTimes | None = None,
         clock: Clock | None = None,
+        boot: Boot = boot_server,
     ) -> None:
+        self._boot = boot
         self.engine_id = engine_id
         self._group_name = group_name
         self._group = group
@@ -164,7 +168,7 @@ class EngineRunner:
         failures = 0
         while True:
             try:
-                server = await boot_server(self._group, self._options, self._clock)
+                server = await self._boot(self._group, self._options, self._clock)
             except ConfigError as exc:
                 raise EngineFatal(str(exc)) from exc
             except (BootFailed, OSError) as exc:
@@ -183,11 +187,11 @@ class EngineRunner:
                 why = await self._watch(server)
                 _log.warning("engine %s: %s", self.engine_id, why)
                 self._restarts += 1
+                self._become(EngineState.RESTARTING, why)
             finally:
                 self._up.clear()
                 self._server = None
                 await server.stop()
-            self._become(EngineState.RESTARTING, why)
 
     async def _watch(self, server: Server) -> str:
         """Return, with the reason, once the server has to be started anew."""

@@ -1,7 +1,8 @@
-"""A whole service without Ray: a real controller over a real ledger, and fake engines that are real processes.
+"""A whole service without Ray: a real controller over a real ledger, with fake engines behind real runners.
 
-The link between them is a direct call that a test can cut, or make lose its answers. What a fake says depends on the
-bytes that it loaded, so a sample's output tells whether it was made with the point's own weights.
+The engines are servers in this process, which start in no time; with `processes` they are processes, to be killed by
+signals. The link between them is a direct call that a test can cut, or make lose its answers. What a fake says depends
+on the bytes that it loaded, so a sample's output tells whether it was made with the point's own weights.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -34,7 +37,7 @@ from eval_service.controller.lane import Lane
 from eval_service.engine.fake import fake_canary
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner, RunnerTimes
-from eval_service.engine.server import BootOptions
+from eval_service.engine.server import BootOptions, boot_server
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
@@ -43,9 +46,10 @@ from eval_service.ledger.views import Views
 from eval_service.suites.samples import read_samples
 from eval_service.suites.suite import Suite, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
+from tests.support.inner_engine import InnerProcess, boot_inner
 
 TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=1.0)
-WAIT_S = 60.0
+WAIT_S = 20.0
 SUITE = "words"
 
 
@@ -96,11 +100,13 @@ class Stand:
         root: Path,
         *,
         prompts: int = 8,
+        processes: bool = False,
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
         **service: Any,
     ) -> None:
         self.root = root
+        self._boot = boot_server if processes else boot_inner
         self.runs = root / "runs"
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
@@ -122,6 +128,7 @@ class Stand:
         self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys()))
         self.views = Views(self.database, version="test")
         self.link = Link()
+        self.exports: dict[str, Export] = {}
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -184,7 +191,9 @@ class Stand:
         config = self.config.groups[group]
         config = config.model_copy(update={"overrides": {**config.overrides, **knobs}})
         options = BootOptions(log=self.root / "logs" / f"{name}.log")
-        runner = EngineRunner(name, group, config, node="here", options=options, link=self.link, times=TIMES)
+        runner = EngineRunner(
+            name, group, config, node="here", options=options, link=self.link, times=TIMES, boot=self._boot
+        )
         self.runners[name] = runner
         self._tasks[name] = asyncio.create_task(runner.run())
         return runner
@@ -198,11 +207,15 @@ class Stand:
             async with session.post(f"{server.url}/_knobs", json=knobs, headers=headers) as answer:
                 assert answer.status == 200
 
-    def server(self, name: str) -> psutil.Process:
-        """An engine's server process."""
-        pid = self.engine(name).report.server_pid
-        assert pid is not None
-        return psutil.Process(pid)
+    def kill_server(self, name: str) -> None:
+        """End an engine's server as SIGKILL does."""
+        server = self.runners[name]._server
+        assert server is not None
+        process: Any = server.process
+        if isinstance(process, InnerProcess):
+            process.kill()
+        else:
+            os.kill(process.server_pid, signal.SIGKILL)
 
     # --- what is asked of it
 
@@ -226,7 +239,8 @@ class Stand:
                 ).tensor_digest
                 wanted = fake_canary(digest, canary_token_ids(VOCAB_SIZE))
             published = writer.publish(canary=wanted, dispatch=[])
-        return Export(published.path, published.manifest)
+        export = self.exports[str(published.path.resolve())] = Export(published.path, published.manifest)
+        return export
 
     def put_run(self, run: str, **spec: Any) -> None:
         """Make a run known."""
@@ -311,7 +325,7 @@ class Stand:
         samples = self.samples(view.id)
         assert [sample.index for sample in samples] == list(range(len(self.suites[view.suite].prompts())))
         assert {sample.weight_version for sample in samples} == {view.weight_version}
-        digest = Manifest.model_validate_json((Path(view.snapshot or "") / "manifest.json").read_text()).tensor_digest
+        digest = self.exports[view.snapshot or ""].manifest.tensor_digest
         for sample in samples:
             assert sample.output == said(digest, sample.prompt), (sample.engine, sample.index)
         assert sum(attempt.outcome == "done" for attempt in view.history) == 1

@@ -84,7 +84,7 @@ def built(rows: list[tuple[object, ...]]) -> tuple[list[Claim], dict[str, int]]:
         quotas.setdefault(run, quota)  # a quota is a run's
         made = point(number, run=run, step=step, force=force, priority=priority, max_engines=quotas[run])  # type: ignore[arg-type]
         claims.append(Claim(made, wants, engines, refused, waited))  # type: ignore[arg-type]
-        held[made.run] += engines  # type: ignore[assignment]
+        held[made.run] += int(str(engines))
     return claims, dict(held)
 
 

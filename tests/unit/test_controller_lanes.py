@@ -1,4 +1,4 @@
-"""The controller over real fake engines, without Ray: points, lanes, and engines that come, go and lie."""
+"""The controller over fake engines, without Ray: points, lanes, and engines that come, go and lie."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_two_points_run_side_by_side_on_two_engines(stand_of: Make) -> None:
 
 def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=80, knobs={"latency_s": 0.2}).running(1) as stand:
+        async with stand_of(prompts=48, knobs={"latency_s": 0.2}).running(1) as stand:
             stand.put_run("r")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
@@ -76,12 +76,12 @@ def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(sta
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_killed_in_mid_lane_costs_no_sample_and_no_attempt(stand_of: Make, engines: int) -> None:
     async def body() -> None:
-        async with stand_of(prompts=40, knobs={"latency_s": 0.1}).running(engines) as stand:
+        async with stand_of(prompts=24, knobs={"latency_s": 0.1}).running(engines) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
-            stand.server("e0").kill()
+            stand.kill_server("e0")
             [view] = await stand.until_done(point)
             assert view.attempts == 1
             await stand.until_ready()
@@ -105,7 +105,7 @@ def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well
     monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.1)
 
     async def body() -> None:
-        stand = stand_of(prompts=40, knobs={"latency_s": 0.1}, sample_timeout_s=3.0)
+        stand = stand_of(prompts=24, knobs={"latency_s": 0.1}, sample_timeout_s=1.0)
         async with stand.running(engines):
             await stand.until_ready()
             stand.put_run("r")
@@ -113,11 +113,8 @@ def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well
             await stand.until_done(before)
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
-            nonce = stand.engine("e0").report.nonce
             await stand.turn("e0", **fault)
             await stand.until_done(point)
-            if engines == 1:
-                await stand.until(lambda: stand.engine("e0").report.nonce not in (None, nonce))
             after = stand.dispatch("r", 2)
             await stand.until_done(after)
 
@@ -241,7 +238,7 @@ def test_commands_and_results_survive_lost_answers(stand_of: Make) -> None:
 
 def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven_anew(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=40, knobs={"latency_s": 0.1}).running(1) as stand:
+        async with stand_of(prompts=24, knobs={"latency_s": 0.1}).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
