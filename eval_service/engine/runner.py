@@ -119,6 +119,11 @@ class EngineRunner:
         finally:
             await self._end_tasks()
 
+    def leave(self) -> None:
+        """Say that it is about to end: it is given nothing more, and serving goes on until `stop`."""
+        self._leaving = True
+        self._changed.set()
+
     async def stop(self) -> None:
         """End the server's process group and the tasks; bounded, and harmless when repeated."""
         self._leaving = True
@@ -283,7 +288,7 @@ class EngineRunner:
 
     async def _run_command(self, command: Command) -> CommandResult:
         if command.kind is CommandKind.LEAVE:
-            self._leaving = True
+            self.leave()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,7 @@ from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
 from eval_service.suites.samples import read_samples
+from eval_service.suites.scoring import Score, ScorerPool
 from eval_service.suites.suite import Suite, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
@@ -129,6 +131,7 @@ class Stand:
         self.views = Views(self.database, version="test")
         self.link = Link()
         self.exports: dict[str, Export] = {}
+        self._scoring = asyncio.Event()
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -165,9 +168,32 @@ class Stand:
         left = psutil.Process().children(recursive=True)
         assert left == [], left
 
+    def hold_scoring(self) -> None:
+        """Let no sample be scored until `release_scoring`."""
+        self._scoring.clear()
+        pool: ScorerPool = self.acting._lane_parts.scorers
+        real = pool.score
+
+        async def score(scorer: str, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
+            await self._scoring.wait()
+            return await real(scorer, outputs, answers)
+
+        pool.score = score  # type: ignore[method-assign]
+
+    def release_scoring(self) -> None:
+        """Go on."""
+        self._scoring.set()
+
+    def steal_lock(self) -> None:
+        """Leave the acting controller without the kernel's lock, unknown to it."""
+        lock = self._lock
+        assert lock._handle is not None
+        fcntl.flock(lock._handle, fcntl.LOCK_UN)
+
     def new_controller(self) -> Controller:
         """A controller that does not run yet."""
-        return Controller(Parts(self.config, self.suites, self.database, lock_of(self.url)))
+        self._lock = lock_of(self.url)
+        return Controller(Parts(self.config, self.suites, self.database, self._lock))
 
     def start_controller(self) -> Controller:
         """The controller that the engines reach from now on."""

@@ -50,19 +50,21 @@ def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(st
 
 def test_two_points_run_side_by_side_on_two_engines(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=4, knobs={"latency_s": 0.5}).running(2) as stand:
+        async with stand_of(prompts=4, knobs={"latency_s": 0.05}).running(2) as stand:
             await stand.until_ready()
             stand.put_run("r")
             points = [stand.dispatch("r", step) for step in range(2)]
-            await stand.until(lambda: all(stand.point(p).state is PointState.RUNNING for p in points))
-            await stand.until_done(*points)
+            [one], [two] = [view.history for view in await stand.until_done(*points)]
+            assert set(one.engines).isdisjoint(two.engines)
+            assert one.ended_at is not None
+            assert two.started_at < one.ended_at
 
     go(body)
 
 
 def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=48, knobs={"latency_s": 0.2}).running(1) as stand:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
             stand.put_run("r")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
@@ -76,7 +78,7 @@ def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(sta
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_killed_in_mid_lane_costs_no_sample_and_no_attempt(stand_of: Make, engines: int) -> None:
     async def body() -> None:
-        async with stand_of(prompts=24, knobs={"latency_s": 0.1}).running(engines) as stand:
+        async with stand_of(prompts=60, knobs={"latency_s": 0.05}).running(engines) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
@@ -105,7 +107,7 @@ def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well
     monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.1)
 
     async def body() -> None:
-        stand = stand_of(prompts=24, knobs={"latency_s": 0.1}, sample_timeout_s=1.0)
+        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=1.0)
         async with stand.running(engines):
             await stand.until_ready()
             stand.put_run("r")
@@ -155,7 +157,7 @@ def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(stan
 
 def test_a_bad_engine_that_was_never_proven_does_not_get_the_snapshot_blamed(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of().running(0) as stand:
+        async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(0) as stand:
             stand.start_engine("a-bad", wrong_weights=True)
             stand.start_engine("good")
             await stand.until_ready()
@@ -210,7 +212,7 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
 
 def test_engines_of_a_lane_that_disagree_do_not_both_stay(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=60, knobs={"latency_s": 0.1}).running(1) as stand:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
             stand.put_run("r")
             await stand.until_ready()
             point = stand.dispatch("r", 1, stand.export("r", 1, canary=None))
@@ -238,7 +240,7 @@ def test_commands_and_results_survive_lost_answers(stand_of: Make) -> None:
 
 def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven_anew(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=24, knobs={"latency_s": 0.1}).running(1) as stand:
+        async with stand_of(prompts=300, knobs={"latency_s": 0.05}).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
@@ -255,15 +257,14 @@ def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven
 
 def test_a_leaving_engine_gets_nothing_more_and_what_it_has_not_done_in_time_runs_elsewhere(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=24, handover_s=0.2).running(2) as stand:
+        async with stand_of(prompts=300, knobs={"latency_s": 0.02}, handover_s=0.2).running(2) as stand:
             await stand.until_ready()
-            await stand.turn("e0", latency_s=2.0)
-            await stand.turn("e1", latency_s=0.1)
             stand.put_run("r")
             point = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(point).proven) == 2)
-            stand.runners["e0"]._leaving = True
-            stand.runners["e0"]._changed.set()
+            await stand.turn("e0", latency_s=30.0)
+            await stand.until(lambda: stand.lane(point)._in_flight("e0") == 4)
+            stand.runners["e0"].leave()
             await stand.until_done(point)
             await stand.until(lambda: stand.engine("e0").point is None)
             assert stand.engine("e0").state is EngineState.LEAVING
@@ -273,15 +274,17 @@ def test_a_leaving_engine_gets_nothing_more_and_what_it_has_not_done_in_time_run
 
 def test_an_engine_with_nothing_left_to_do_starts_the_next_point_while_the_last_samples_finish(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=8, server_concurrency=4).running(2) as stand:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.02}).running(2) as stand:
             await stand.until_ready()
-            await stand.turn("e0", latency_s=3.0)
             stand.put_run("r")
             first = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(first).proven) == 2)
+            await stand.turn("e0", latency_s=30.0)
+            await stand.until(lambda: stand.lane(first)._in_flight("e0") == 4)
             second = stand.dispatch("r", 2)
-            await stand.until_done(second)
+            await stand.until_state(second, PointState.RUNNING)
             assert stand.point(first).state is PointState.RUNNING
-            await stand.until_done(first)
+            stand.kill_server("e0")
+            await stand.until_done(first, second)
 
     go(body)
