@@ -19,6 +19,7 @@ from types import FrameType
 
 from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import FleetConfig, load_fleet
+from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
 _TOKEN_FILE = "ray-token"
@@ -39,13 +40,13 @@ def serve_forever(
     """
     fleet = _overridden(load_fleet(fleet_path), host, port)
     _authenticate(fleet, address)
-    # Only now: importing Ray takes seconds, and it reads its environment.
-    from eval_service.serve.application import APPLICATION, Settings, build, check
-
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
+    # Only now: importing Ray takes seconds, and it reads its environment.
     import ray
     from ray import serve
+
+    from eval_service.serve.application import APPLICATION, build
 
     stop = threading.Event()
     _stop_on_signals(stop)
