@@ -53,6 +53,7 @@ def serve_forever(
     temp_dir = Path(tempfile.mkdtemp(prefix="evalfleet-")) if address is None else None
     try:
         _init_ray(address, temp_dir)
+        settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
         options = {"host": fleet.service.host, "port": fleet.service.port}
         serve.start(proxy_location="HeadOnly", http_options=options)
         _stop_on_signals(stop)  # once more: Ray has put its own in their place

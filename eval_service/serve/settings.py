@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval_service.contract.errors import ConfigError
+from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
@@ -23,6 +24,18 @@ class Settings:
     def ledger(self) -> str:
         """The ledger's URL."""
         return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
+
+    def with_grades(self, *, cuda: bool) -> Settings:
+        """Turn `auto` into a grade by what the whole cluster has: a replica sees only the GPUs that it was given.
+
+        Raises:
+            ConfigError: a grade that can't be there.
+        """
+        groups = {
+            name: group.model_copy(update={"grade": resolve_grade(group.grade, cuda=cuda).value})
+            for name, group in self.fleet.groups.items()
+        }
+        return replace(self, fleet=self.fleet.model_copy(update={"groups": groups}))
 
 
 def check(settings: Settings) -> None:
