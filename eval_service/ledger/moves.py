@@ -276,6 +276,7 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
     timings = json.loads(row["timings"]) | result.timings
     timings |= {"queue_s": row["started_at"] - row["queued_at"], "duration_s": now - row["queued_at"]}
     return {
+        "detail": None,
         "metrics": json.dumps({name: metric.model_dump() for name, metric in result.metrics.items()}),
         "score": result.score,
         "stderr": result.stderr,
