@@ -135,17 +135,18 @@ class Retention:
     def forget(self, run: str) -> bool:
         """Drop what the ledger has of a deleted run, once all has ended; receipts stay. False: not yet."""
         of_run = select(points.c.id).where(points.c.run == run)
+        asked = select(runs.c.run).where(runs.c.run == run, runs.c.deleted_at.is_not(None))
+        still_open = of_run.where(points.c.state.not_in(_ENDS)).limit(1)
         with self._db.acting(self._epoch) as connection:
-            if connection.execute(of_run.where(points.c.state.not_in(_ENDS)).limit(1)).first() is not None:
+            if connection.execute(asked).first() is None or connection.execute(still_open).first() is not None:
                 return False
             connection.execute(delete(attempts).where(attempts.c.point.in_(of_run)))
             connection.execute(delete(commands).where(commands.c.target.in_(of_run)))
             connection.execute(delete(points).where(points.c.run == run))
             connection.execute(delete(snapshots).where(snapshots.c.run == run))
             connection.execute(delete(drains).where(drains.c.run == run, drains.c.ended_at.is_(None)))
-            return (
-                connection.execute(delete(runs).where(runs.c.run == run, runs.c.deleted_at.is_not(None))).rowcount > 0
-            )
+            connection.execute(delete(runs).where(runs.c.run == run))
+            return True
 
     def reserved_runs(self) -> frozenset[str]:
         """Runs whose trainer may be exporting."""

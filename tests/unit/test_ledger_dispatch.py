@@ -1,4 +1,4 @@
-"""Reservations, arrivals and overflow: the same uuid is the same points, and the bound holds before an export is paid."""
+"""Reservations, arrivals and overflow: the same uuid is the same points; the bound holds before an export is paid."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from eval_service.contract.errors import Busy, Conflict, InvalidRequest, NotFound
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, Overflow
+from eval_service.ledger.moves import Facts
 from tests.support.ledger import EXPIRY_S, Ledger
 
 S = PointState
@@ -74,8 +75,9 @@ def test_what_the_export_cost_is_kept_also_when_the_scan_was_first(ledger: Ledge
 def test_a_uuid_that_is_of_something_else_is_a_conflict(ledger: Ledger, change: dict[str, Any], field: str) -> None:
     ledger.put_run("r2")
     reservation = ledger.reserve(5).reservation
+    values: dict[str, Any] = {"step": 5, "reservation": reservation, **change}
     with pytest.raises(Conflict) as caught:
-        ledger.reserve(**({"step": 5, "reservation": reservation} | change))
+        ledger.reserve(**values)
     assert caught.value.field == field
     assert ledger.states() == [(5, "main", S.RESERVED)]
 
@@ -110,7 +112,7 @@ def test_a_bad_dispatch_names_the_field_and_leaves_no_point(
     ledger: Ledger, change: dict[str, Any], error: type[Exception], field: str
 ) -> None:
     with pytest.raises(error) as caught:
-        ledger.reserve(**({"step": 5} | change))
+        ledger.reserve(5, **change)
     assert getattr(caught.value, "field", None) == field
     assert ledger.states() == []
 
@@ -369,8 +371,6 @@ def test_the_same_digest_elsewhere_that_waits_for_its_checks_is_evaluated_once(l
     (newer,) = ledger.send(1, snapshot=str(elsewhere), source="caller").points
     ledger.look()
     waiting = {item.path: item for item in ledger.moves.unadmitted()}
-    from eval_service.ledger.moves import Facts
-
     ledger.moves.admit(waiting[str(elsewhere)].id, Facts(ledger.manifest(1), 32))
     assert ledger.state(older.id) is S.QUEUED
     assert ledger.state(newer.id) is S.CANCELLED

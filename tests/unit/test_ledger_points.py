@@ -59,8 +59,12 @@ def test_a_result_is_written_once_with_all_its_times(ledger: Ledger) -> None:
     assert (found.state, found.score, found.stderr, found.pin_proof) == (S.DONE, 0.75, 0.05, PinProof.CANARY)
     assert found.metrics == {"exact": Metric(value=0.5, stderr=0.1, n=4)}
     assert found.timings.model_dump(exclude_none=True) == {
-        **{"stall_s": 0.5, "export_s": 0.2, "canary_s": 0.1},
-        **{"pin_s": 1.0, "queue_s": 10.0, "duration_s": 15.0},
+        "stall_s": 0.5,
+        "export_s": 0.2,
+        "canary_s": 0.1,
+        "pin_s": 1.0,
+        "queue_s": 10.0,
+        "duration_s": 15.0,
     }
     assert [(a.number, a.outcome, a.engines) for a in found.history] == [(1, "done", ("e1", "e2"))]
     assert not ledger.moves.finish(point, result(score=0.1))
