@@ -89,7 +89,8 @@ class Ledger:
 
     def send(self, step: int, digest: str = "a" * 32, run: str = "r1", **changes: Any) -> DispatchReply:
         """Hand a snapshot over: under a new uuid and over the bound, unless told otherwise."""
-        values = {"snapshot": str(self.path(step, digest, run)), "digest": digest, "deferred": True} | changes
+        path = changes.pop("snapshot", None) or str(self.path(step, digest, run))
+        values = {"snapshot": path, "digest": digest, "deferred": True} | changes
         return self.reserve(step, run, **values)
 
     # --- a controller
