@@ -238,6 +238,7 @@ class _Acting:
         return (
             ("engines", self._look_at_engines),
             ("intents", self._take_intents),
+            ("drains", self._tend_drains),
             ("overtaken", self._end_overtaken),
             ("leases", self._lease),
             ("overdue", self._end_overdue),
@@ -271,12 +272,15 @@ class _Acting:
     # --- points
 
     async def _take_intents(self) -> None:
-        call, moves = self._ledger, self._moves
-        await call(moves.take_intents, reservation_timeout_s=self._service.reservation_timeout_s)
-        await call(moves.abort_overdue_drains)
+        timeout_s = self._service.reservation_timeout_s
+        if await self._ledger(self._moves.take_intents, reservation_timeout_s=timeout_s):
+            self._housekeeping.something_settled()
+
+    async def _tend_drains(self) -> None:
+        await self._ledger(self._moves.tend_drains)
 
     async def _end_overtaken(self) -> None:
-        """A point that was cancelled or superseded lets its engines go at once; one whose lane is gone starts over."""
+        """A point that somebody else ended lets its engines go at once; one whose lane is gone starts over."""
         lanes = list(self._lanes)
         for point in await self._ledger(self._moves.overtaken, lanes) if lanes else ():
             if point in self._lanes:
