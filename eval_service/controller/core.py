@@ -268,6 +268,7 @@ class _Acting:
         self.fleet.heal()
         for lane in list(self._lanes.values()):
             lane.look()
+        self.fleet.release()
 
     # --- points
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+import pytest
 
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.errors import Unavailable
@@ -35,11 +36,13 @@ from eval_service.contract.wire import DispatchRequest, EngineState, PointView, 
 from eval_service.controller.core import Controller, Parts
 from eval_service.controller.fleet import Engine
 from eval_service.controller.lane import Lane
+from eval_service.engine.attached import Attachment
 from eval_service.engine.fake import fake_canary
+from eval_service.engine.pin import SystemClock
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner, RunnerTimes
-from eval_service.engine.server import BootOptions, boot_server
-from eval_service.fleet_config import FleetConfig
+from eval_service.engine.server import BootOptions, Server, boot_server
+from eval_service.fleet_config import FleetConfig, GroupConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
@@ -103,6 +106,7 @@ class Stand:
         *,
         prompts: int = 8,
         processes: bool = False,
+        frozen: bool = False,
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
         **service: Any,
@@ -125,7 +129,8 @@ class Stand:
             "overrides": {**(knobs or {})},
         }
         settings = {"scan_interval_s": 3600, "engine_lost_s": 1.5, "roots": (root,), "handover_s": 0.5, **service}
-        self.config = FleetConfig.model_validate({"service": settings, "groups": {"eval": group}})
+        groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
+        self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
         self.database = Database(self.url, clock=self.clock)
         self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys()))
         self.views = Views(self.database, version="test")
@@ -223,6 +228,37 @@ class Stand:
         self.runners[name] = runner
         self._tasks[name] = asyncio.create_task(runner.run())
         return runner
+
+    @asynccontextmanager
+    async def somebody_elses_engine(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+        """An engine that is attached by its URL as `theirs`; its end is its owner's."""
+        ours = self.config.groups["eval"]
+        engine = await boot_inner(ours, BootOptions(log=self.root / "none"), SystemClock())
+        monkeypatch.setenv("THEIR_KEY", engine.keys.api)
+        monkeypatch.setenv("THEIR_ADMIN_KEY", engine.keys.admin)
+        table = {
+            "kind": "attached",
+            "urls": (engine.url,),
+            "model": ours.model,
+            "api_key_env": "THEIR_KEY",
+            "admin_api_key_env": "THEIR_ADMIN_KEY",
+            "server_concurrency": ours.server_concurrency,
+        }
+        config = GroupConfig.model_validate(table)
+        self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
+        options = BootOptions(log=self.root / "none")
+        link, boot = self.link, Attachment(engine.url)
+        runner = EngineRunner(
+            "theirs", "gpus-next-door", config, node="there", options=options, link=link, times=TIMES, boot=boot
+        )
+        self.runners["theirs"] = runner
+        self._tasks["theirs"] = asyncio.create_task(runner.run())
+        try:
+            yield engine
+        finally:
+            await runner.stop()
+            await engine.process.stop()
+            await engine.api.close()
 
     async def turn(self, name: str, **knobs: Any) -> None:
         """Turn knobs of an engine at run time."""
