@@ -104,7 +104,7 @@ class Stand:
         self,
         root: Path,
         *,
-        prompts: int = 8,
+        prompts: int | Mapping[str, int] = 8,
         processes: bool = False,
         frozen: bool = False,
         server_concurrency: int = 4,
@@ -116,8 +116,8 @@ class Stand:
         self.runs = root / "runs"
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
-        self.suites_file = self._write_suites(prompts)
-        self.suites: dict[str, Suite] = load_suites(self.suites_file)
+        sizes = {SUITE: prompts} if isinstance(prompts, int) else prompts
+        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes))
         self.clock = Clock()
         self.url = f"sqlite:///{root / 'ledger.db'}"
         group = {
@@ -140,14 +140,18 @@ class Stand:
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _write_suites(self, prompts: int) -> Path:
-        rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(prompts))
-        (self.root / "words.jsonl").write_text("\n".join(rows))
+    def _write_suites(self, prompts: Mapping[str, int]) -> Path:
+        """One suite for each name, of so many prompts."""
+        tables = []
+        for name, count in prompts.items():
+            rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(count))
+            (self.root / f"{name}.jsonl").write_text("\n".join(rows))
+            tables.append(
+                f"[suites.{name}]\nsampling = {{ max_new_tokens = 16 }}\n"
+                f'datasets = [{{ name = "all", path = "{name}.jsonl" }}]\n'
+            )
         file = self.root / "suites.toml"
-        file.write_text(
-            f"[suites.{SUITE}]\nsampling = {{ max_new_tokens = 16 }}\n"
-            'datasets = [{ name = "all", path = "words.jsonl" }]\n'
-        )
+        file.write_text("\n".join(tables))
         return file
 
     # --- its parts
@@ -306,7 +310,7 @@ class Stand:
 
     def put_run(self, run: str, **spec: Any) -> None:
         """Make a run known."""
-        given = {"root": str(self.runs), "suites": (SUITE,), "max_in_flight": 1000, **spec}
+        given = {"root": str(self.runs), "suites": tuple(self.suites)[:1], "max_in_flight": 1000, **spec}
         self.intents.put_run(run, RunSpec.model_validate(given))
 
     def dispatch(self, run: str, step: int, export: Export | None = None, **request: Any) -> str:
