@@ -11,6 +11,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from benchmarks.harness import Report, arguments, at_least, at_most, versions_of
 from eval_service.contract.states import ENDS
 from eval_service.engine.protocol import CommandKind
+from eval_service.engine.runner import RunnerTimes
 from tests.support.controller_stand import Stand
 
 _LOOK_S = 0.005
@@ -35,7 +37,7 @@ class Watch:
     points: int
     busy_s: float = 0.0
     there_s: float = 0.0
-    by_kind_s: dict[str, float] = field(default_factory=lambda: {"pinning": 0.0, "generating": 0.0, "idle": 0.0})
+    by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     begun: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
@@ -57,10 +59,16 @@ class Watch:
         for engine in self.stand.acting.fleet.engines.values():
             pinning = any(sent.command.kind is CommandKind.PIN for sent in engine.sent.values())
             generating = engine.id in upstreams and upstreams[engine.id].in_flight > 0
-            kind = "pinning" if pinning else "generating" if generating else "idle"
+            kind = "pinning" if pinning else "generating" if generating else self._idle()
             self.by_kind_s[kind] += passed_s
             self.there_s += passed_s
-            self.busy_s += passed_s if kind != "idle" else 0.0
+            self.busy_s += passed_s if pinning or generating else 0.0
+
+    def _idle(self) -> str:
+        """While what: the checks of the first snapshots, points in the queue, or lanes that are not worth more pins."""
+        if not self.begun:
+            return "idle_at_first"
+        return "idle_beside_queued" if len(self.begun) < self.points else "idle_at_last"
 
 
 async def _ready(root: Path, engines: int, prompts: Mapping[str, int], latency_s: float) -> Stand:
@@ -68,6 +76,7 @@ async def _ready(root: Path, engines: int, prompts: Mapping[str, int], latency_s
         root,
         prompts=prompts,
         processes=True,
+        times=RunnerTimes(),
         server_concurrency=_SLOTS,
         knobs={"latency_s": latency_s},
         engine_lost_s=30,
@@ -87,7 +96,7 @@ async def mix(root: Path, *, scale: int) -> tuple[Watch, dict[str, Any]]:
     """Three runs of different sizes, rhythms and priorities on eight engines."""
     stand = await _ready(root, 8, {"small": 40 * scale, "middle": 120 * scale, "large": 400 * scale}, _LATENCY_S)
     try:
-        plan = [("often", "small", 8, 0), ("usual", "middle", 5, 0), ("rare", "large", 2, 1)]
+        plan = [("often", "small", 12, 0), ("usual", "middle", 8, 0), ("rare", "large", 3, 1)]
         asked = [(run, suite, step) for run, suite, count, _ in plan for step in range(count)]
         for run, suite, _, priority in plan:
             stand.put_run(run, suites=(suite,), priority=priority)

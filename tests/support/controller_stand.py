@@ -107,11 +107,13 @@ class Stand:
         prompts: int | Mapping[str, int] = 8,
         processes: bool = False,
         frozen: bool = False,
+        times: RunnerTimes = TIMES,
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
         **service: Any,
     ) -> None:
         self.root = root
+        self._times = times
         self._boot = boot_server if processes else boot_inner
         self.runs = root / "runs"
         self.runs.mkdir()
@@ -227,7 +229,7 @@ class Stand:
         config = config.model_copy(update={"overrides": {**config.overrides, **knobs}})
         options = BootOptions(log=self.root / "logs" / f"{name}.log")
         runner = EngineRunner(
-            name, group, config, node="here", options=options, link=self.link, times=TIMES, boot=self._boot
+            name, group, config, node="here", options=options, link=self.link, times=self._times, boot=self._boot
         )
         self.runners[name] = runner
         self._tasks[name] = asyncio.create_task(runner.run())
@@ -253,7 +255,7 @@ class Stand:
         options = BootOptions(log=self.root / "none")
         link, boot = self.link, Attachment(engine.url)
         runner = EngineRunner(
-            "theirs", "gpus-next-door", config, node="there", options=options, link=link, times=TIMES, boot=boot
+            "theirs", "gpus-next-door", config, node="there", options=options, link=link, times=self._times, boot=boot
         )
         self.runners["theirs"] = runner
         self._tasks["theirs"] = asyncio.create_task(runner.run())
