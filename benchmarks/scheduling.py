@@ -132,7 +132,7 @@ async def two_points(root: Path, engines: int, *, prompts: int) -> float:
 def measure(*, quick: bool) -> Report:
     """Everything that this benchmark tells."""
     report = Report("scheduling: how busy engines are kept", versions_of("evalfleet", "aiohttp", "sqlalchemy"))
-    prompts = 400 if quick else 2000
+    prompts = 400 if quick else 3000
     with tempfile.TemporaryDirectory(prefix="evalfleet-") as base:
         roots = [Path(base) / name for name in ("mix", "one", "two")]
         for root in roots:
