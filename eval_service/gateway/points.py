@@ -53,7 +53,7 @@ def get_samples(
 
 @routes.post("/points/{id}/report")
 def report(id: str, told: PointReport, services: Given) -> PointView:
-    """A reserved point's export failed: the controller ends it as `skipped: export_failed`."""
-    services.intents.report_export_failed(id, told.detail)
+    """A reserved point gets no snapshot: the controller ends it as `skipped`, for the reason told."""
+    services.intents.report_export_failed(id, told.detail, told.reason)
     services.wake()
     return services.views.point(id)

@@ -166,15 +166,15 @@ class Intents:
 
     # --- commands and drains
 
-    def report_export_failed(self, point: str, detail: str) -> None:
-        """Say that a reserved point's export failed; the controller ends it."""
+    def report_export_failed(self, point: str, detail: str, reason: Reason = Reason.EXPORT_FAILED) -> None:
+        """Say that a reserved point gets no snapshot; the controller ends it."""
         with self._db.writing() as connection:
             row = connection.execute(select(points).where(points.c.id == point)).mappings().one_or_none()
             if row is None:
                 raise NotFound(f"no point {point}", field="id")
             if row["state"] not in (PointState.RESERVED, PointState.SKIPPED):
                 raise Conflict(f"the point is {row['state']}", field="id", hint="only a reserved point can be reported")
-            _command(connection, Reason.EXPORT_FAILED, point, detail, self._db.clock())
+            _command(connection, reason, point, detail, self._db.clock())
 
     def begin_drain(self, request: DrainRequest) -> str:
         """Record a drain, or find the one that was begun under this id; returns its id."""

@@ -300,11 +300,9 @@ class Moves:
         for row in rows:
             point = _point(connection, row["target"])
             reason = Reason(row["kind"])
-            if reason is Reason.BUSY:
-                open_still = point["state"] == PointState.QUEUED
-            else:
-                open_still = point["state"] == PointState.RESERVED and point["snapshot_id"] is None
-            if open_still:
+            unused = point["state"] == PointState.RESERVED and point["snapshot_id"] is None
+            gives_way = reason is Reason.BUSY and point["state"] == PointState.QUEUED
+            if unused or gives_way:
                 self._end(connection, point, PointState.SKIPPED, reason, row["detail"] or "")
             connection.execute(update(commands).where(commands.c.seq == row["seq"]).values(done_at=self._db.clock()))
         return len(rows)
