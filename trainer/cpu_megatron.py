@@ -7,7 +7,7 @@ the device see a stand-in for their own global `torch`, which passes everything 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,12 @@ def install() -> bool:
     for module in _MODULES:
         if not isinstance(module.__dict__["torch"], _TorchOnCpu):
             module.__dict__["torch"] = _TorchOnCpu()
+    # Nothing here draws from the CUDA generators that these would fork, save and put back.
+    tracker = mcore.tensor_parallel_random.get_cuda_rng_tracker()
+    tracker.fork = lambda *_: nullcontext()
+    random = mcore.tensor_parallel_random.__dict__
+    random["_get_cuda_rng_state"] = lambda *_, **__: torch.empty(0)
+    random["_set_cuda_rng_state"] = lambda *_, **__: None
     return True
 
 

@@ -143,6 +143,7 @@ def build_model(
     rows = -(-architecture.vocab_size // multiple) * multiple
     with quiet(), cpu_megatron.building():
         gpt = _gpt(architecture, config, place, rows)
+        _mark_cut(gpt, architecture)
         on_gpu = ranks.device.type == "cuda"
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu)
         return Model(architecture, gpt, DistributedDataParallel(config, ddp_config, gpt), ranks, place, rows, dtype)
@@ -173,6 +174,18 @@ def _gpt(architecture: Architecture, config: Any, place: Place, rows: int) -> An
     if place.last_stage:
         _mask_padding(gpt.output_layer, architecture.vocab_size, rows, place)
     return gpt.to(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else gpt
+
+
+def _mark_cut(gpt: Any, architecture: Architecture) -> None:
+    """Say which parameters tensor-parallel ranks cut: norms of gradients ask, and only megatron's own initialisation,
+    which is not run, would say it."""
+    dims = {rule.megatron: rule.dim for rule in conversion.rules_of(architecture)}
+    dims.setdefault(_HEAD, dims[_EMBEDDING])
+    offset = get_transformer_layer_offset(gpt.config)
+    for name, param in gpt.named_parameters():
+        dim = dims[_global_name(name, offset)]
+        if dim is not None:
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
 
 
 def _layers(spec: Any, config: Any) -> list[Any]:

@@ -27,7 +27,9 @@ def learning_rate(step: int, config: TrainSection) -> float:
 
 
 class Optimizer(Protocol):
-    """What a training step asks of an optimizer."""
+    """What a training step asks of an optimizer. `sharded`: each data-parallel rank holds a part of its state."""
+
+    sharded: bool
 
     def step(self, step: int) -> tuple[float, float]:
         """Apply the accumulated gradients; returns the rate and the gradients' norm before clipping. Collective."""
@@ -51,6 +53,8 @@ def build_optimizer(model: Model, config: TrainSection) -> Optimizer:
 
 class MegatronOptimizer:
     """Megatron's distributed Adam, with float32 main parameters cut over the data-parallel ranks."""
+
+    sharded = True
 
     def __init__(self, model: Model, config: TrainSection) -> None:
         self._config = config
@@ -77,6 +81,7 @@ class MegatronOptimizer:
             group["lr"] = rate
         with quiet():
             _, norm, _ = self._optimizer.step()
+            self._optimizer.zero_grad()
         return rate, float(norm or 0.0)
 
     def reload(self) -> None:
@@ -84,22 +89,34 @@ class MegatronOptimizer:
         self._optimizer.reload_model_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Optimizer.state_dict`; the sharded state comes from all data-parallel ranks to the first."""
-        parts = [part.get_parameter_state_dp_zero() for part in self._parts()]
-        return {"optimizer": self._optimizer.state_dict(), "parameters": parts}
+        """As `Optimizer.state_dict`: the shard of this data-parallel rank, as torch's optimizer has it."""
+        return {
+            "inner": [part.optimizer.state_dict() for part in self._parts()],
+            "main": [[[main.detach() for main in group] for group in _mains(part)] for part in self._parts()],
+        }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Optimizer.load_state_dict`."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        for part, held in zip(self._parts(), state["parameters"], strict=True):
-            part.load_parameter_state_from_dp_zero(held)
+        for part, inner, mains in zip(self._parts(), state["inner"], state["main"], strict=True):
+            part.optimizer.load_state_dict(inner)
+            for group, held in zip(_mains(part), mains, strict=True):
+                for main, value in zip(group, held, strict=True):
+                    main.copy_(value)
 
     def _parts(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
 
+def _mains(part: Any) -> list[list[torch.Tensor]]:
+    """The float32 shards of parameters that the model holds in bfloat16."""
+    return [[main for main in group if main is not None] for group in part.shard_fp32_from_float16_groups]
+
+
 class HostOptimizer:
     """torch's AdamW over the parameters that megatron accumulates gradients for."""
+
+    sharded = False
 
     def __init__(self, model: Model, config: TrainSection) -> None:
         self._config = config

@@ -94,7 +94,12 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
-        return store.save(step, rank_label() if self.model.place.data == 0 else None, state, self.model.ranks.main)
+        saves = self.optimizer.sharded or self.model.place.data == 0
+        return store.save(step, self._label() if saves else None, state, self.model.ranks.main)
+
+    def _label(self) -> str:
+        """Names this rank's part of the checkpoint."""
+        return rank_label() + (f"_dp{self.model.place.data:02d}" if self.optimizer.sharded else "")
 
     def load(self, step: int, store: CheckpointStore) -> None:
         """Go on from a checkpoint.
@@ -102,7 +107,7 @@ class Training:
         Raises:
             ConfigError: it can't be read, or is of another model.
         """
-        state = store.load(step, rank_label())
+        state = store.load(step, self._label())
         try:
             _load_parameters(self.model.parameters(), state["model"])
             self.optimizer.load_state_dict(state["optimizer"])

@@ -19,7 +19,9 @@ TEMPLATE = (
 )
 
 
-def build_tiny_model(directory: Path, *, tied: bool = True, hidden_size: int = 64, seed: int = 0) -> Path:
+def build_tiny_model(
+    directory: Path, *, tied: bool = True, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
+) -> Path:
     """Save model, tokenizer and generation config with transformers; returns the directory."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -29,7 +31,7 @@ def build_tiny_model(directory: Path, *, tied: bool = True, hidden_size: int = 6
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden_size // 4,
