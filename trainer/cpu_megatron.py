@@ -25,6 +25,7 @@ _MODULES: tuple[ModuleType, ...] = (
     mcore.p2p_communication,
     mcore.tensor_parallel_layers,
     mcore.tensor_parallel_mappings,
+    mcore.megatron_utils,
 )
 
 

@@ -21,6 +21,7 @@ def quiet() -> Iterator[None]:
 
 with quiet():
     from megatron.core import parallel_state
+    from megatron.core import utils as megatron_utils
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.common.embeddings import rotary_pos_embedding
@@ -52,6 +53,7 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "megatron_utils",
     "p2p_communication",
     "parallel_state",
     "param_and_grad_buffer",

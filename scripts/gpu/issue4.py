@@ -201,7 +201,7 @@ def part_run(work: Path, clock: Clock, port: int) -> dict[str, Any]:
             say(f"the engine is there after {found['engine_start_s']:.0f} s")
             train(work, clock, found)
             found |= figures_of(client, work, port, clock)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
         found["error"] = traceback.format_exc()
     finally:
         found["service_log"] = service.tail()
@@ -243,9 +243,10 @@ def figures_of(client: Any, work: Path, port: int, clock: Clock) -> dict[str, An
     log = [json.loads(line) for line in (work / "train" / "steps.jsonl").read_text().splitlines()]
     points = [point.model_dump(mode="json") for point in client.points(run=RUN).points]
     keys = ("step", "kind", "force", "state", "reason", "detail", "score", "stderr", "lag_steps", "pin_proof")
+    asked = ["--metric", "exact_match", "--threshold", "0.6", "--expect-points", "3"]
+    asked += ["--url", f"http://127.0.0.1:{port}"]
     check = subprocess.run(
-        [sys.executable, "-m", "eval_service.cli.main", "check", RUN, "--metric", "exact_match"]
-        + ["--threshold", "0.6", "--expect-points", "3", "--url", f"http://127.0.0.1:{port}"],
+        [sys.executable, "-m", "eval_service.cli.main", "check", RUN, *asked],
         capture_output=True,
         text=True,
         env=environment(),
@@ -316,7 +317,7 @@ async def pin_child(work: Path, tiny: bool) -> None:
         for name, part in (("loads", _loads), ("pins", _pins), ("canary", _canary)):
             try:
                 found[name] = await part(server, first, second, work)
-            except Exception:
+            except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
                 found[f"{name}_error"] = traceback.format_exc()
             (work / "pin.json").write_text(json.dumps(found))
     finally:
@@ -500,7 +501,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         try:
             result[name] = part()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
             result["errors"][name] = traceback.format_exc()
         result.setdefault("seconds", {})[name] = time.monotonic() - began
         if args.out:  # what there is so far, should the machine be taken away
