@@ -117,7 +117,7 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
 def test_main_parameters_are_float32_whatever_the_model_is_in(ranks: Ranks, tmp_path: Path, dtype: str) -> None:
     """A change too small for bfloat16 is not lost: it adds up in the main parameters."""
     hf_dir = build_tiny_model(tmp_path / "hf", tied=True)
-    section = TrainSection(num_steps=64, lr=1e-6, schedule="constant", dtype=dtype, clip_grad=None)  # type: ignore[arg-type]
+    section = TrainSection(num_steps=64, lr=1e-6, schedule="constant", dtype=dtype, clip_grad=None)
     training: Training = build_training(read_architecture(hf_dir), hf_dir, section, ranks)
     before = {name: param.detach().float().clone() for name, param in training.model.parameters().items()}
     for step in range(1, 65):

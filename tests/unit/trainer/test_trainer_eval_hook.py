@@ -244,6 +244,16 @@ def test_what_was_written_of_an_export_that_fails_later_is_removed(bench: Bench)
     assert [path.name for path in (bench.config.run.root / "r").iterdir()] == ["trainer"]
 
 
+def _held(writing: threading.Event, go_on: threading.Event) -> Callable[[], object]:
+    """A write that says that it has begun, and waits."""
+
+    def hold() -> object:
+        writing.set()
+        return go_on.wait(30)
+
+    return hold
+
+
 @dataclass
 class Times:
     """A clock that goes on by what each part of an export takes."""
@@ -282,7 +292,7 @@ def test_stall_is_what_the_step_waits_for_but_the_canary_and_nothing_that_is_beh
 
 def test_the_second_export_waits_for_the_buffer_and_copies_what_is_there_then(bench: Bench) -> None:
     writing, go_on = threading.Event(), threading.Event()
-    bench.weights.hold = lambda: (writing.set(), go_on.wait(30))
+    bench.weights.hold = _held(writing, go_on)
     bench.hook.evaluate(PERIODIC)
     assert writing.wait(30)
     bench.weights.value = 2
@@ -302,7 +312,7 @@ def test_an_export_that_finds_the_buffer_busy_to_the_deadline_is_skipped_and_a_f
     section = config.eval.model_copy(update={"buffer_timeout_s": 0.0, "drain_timeout_s": 30.0})
     bench.hook.config = config.model_copy(update={"eval": section})
     writing, go_on = threading.Event(), threading.Event()
-    bench.weights.hold = lambda: (writing.set(), go_on.wait(30))
+    bench.weights.hold = _held(writing, go_on)
     bench.hook.evaluate(PERIODIC)
     assert writing.wait(30)
     bench.hook.evaluate(Point(4, Kind.PERIODIC))
@@ -320,7 +330,7 @@ def test_an_export_that_finds_the_buffer_busy_to_the_deadline_is_skipped_and_a_f
 def test_what_a_launch_granted_itself_counts_while_it_is_still_being_written(bench: Bench) -> None:
     bench.stub.away = lambda _: True
     writing, go_on = threading.Event(), threading.Event()
-    bench.weights.hold = lambda: (writing.set(), go_on.wait(30))
+    bench.weights.hold = _held(writing, go_on)
     bench.hook.config = bench.config.model_copy(
         update={"eval": bench.config.eval.model_copy(update={"max_in_flight": 1})}
     )
@@ -338,7 +348,7 @@ def test_the_drain_waits_for_what_is_being_written(bench: Bench) -> None:
         update={"eval": bench.config.eval.model_copy(update={"drain_timeout_s": 30.0})}
     )
     writing, go_on = threading.Event(), threading.Event()
-    bench.weights.hold = lambda: (writing.set(), go_on.wait(30))
+    bench.weights.hold = _held(writing, go_on)
     bench.hook.evaluate(FINAL)
     assert writing.wait(30)
     threading.Timer(0.2, go_on.set).start()
