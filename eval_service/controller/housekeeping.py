@@ -24,7 +24,7 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
-AGAIN_S = 10.0  # after something that the file system or the ledger would not have
+AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
