@@ -43,6 +43,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._nominated: set[bytes] = set()
         self._broken: Broken | None = None
+        self._paused = False
 
     # --- for the pool
 
@@ -68,12 +69,14 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Read no more for now."""
-        if self.usable:
+        if self.usable and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read on."""
-        if self.usable:
+        if self.usable and self._paused:
+            self._paused = False
             self._transport.resume_reading()
 
     # --- asyncio.Protocol
@@ -153,6 +156,7 @@ class Connection(asyncio.Protocol):
         if not headed or (exchange := self.exchange) is None:
             return
         self.exchange = None
+        self.resume_reading()
         if self._parser.should_keep_alive() and self.usable:
             self._idle(self)
         else:

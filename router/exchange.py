@@ -78,10 +78,12 @@ class Exchange:
         "outlet",
         "passed_on",
         "status",
+        "upstream",
         "wire",
     )
 
-    def __init__(self, done: asyncio.Future[Reply | Broken], outlet: Outlet | None = None) -> None:
+    def __init__(self, upstream: str, done: asyncio.Future[Reply | Broken], outlet: Outlet | None = None) -> None:
+        self.upstream = upstream
         self.done = done
         self.outlet = outlet
         self.passed_on = False

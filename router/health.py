@@ -73,7 +73,7 @@ class Prober:
         if self._transport is None:
             self._transport = Transport(2 * self._timeout_s)  # never the first to give up
         loop = asyncio.get_running_loop()
-        exchange = Exchange(loop.create_future())
+        exchange = Exchange(upstream.id, loop.create_future())
         timer = loop.call_later(self._timeout_s, exchange.expire)
         try:
             reply = await self._transport.send(upstream, self._request, exchange)

@@ -44,6 +44,7 @@ class Answer:
     attempts: int
     latency_s: float
     headers: list[Header]
+    passed_on: bool
 
 
 @dataclass(slots=True)
@@ -164,6 +165,24 @@ class Router:
         self._pump(slots)
         return True
 
+    async def vacated(self, upstream: str, timeout_s: float) -> None:
+        """Return once nothing is in flight on an upstream that was removed; what is after `timeout_s` is aborted, and
+        runs again elsewhere if it can.
+        """
+        slots = self._slots.get(upstream)
+        if slots is None or slots.targets or not slots.runs:
+            return
+        if slots.vacated is None:
+            slots.vacated = asyncio.Event()
+        vacated = slots.vacated
+        try:
+            async with asyncio.timeout(timeout_s):
+                await vacated.wait()
+        except TimeoutError:
+            for run in slots.runs:
+                run.abort()
+            await vacated.wait()
+
     def stats(self) -> Stats:
         """Everything at this moment."""
         return Stats(
@@ -259,7 +278,7 @@ class Router:
         loop = asyncio.get_running_loop()
         started = self._clock()
         remaining_s = call.remaining_s(started)
-        exchange = run.exchange = Exchange(loop.create_future(), call.outlet)
+        exchange = run.exchange = Exchange(run.upstream.id, loop.create_future(), call.outlet)
         timer = loop.call_later(min(self.limits.request_timeout_s, remaining_s), exchange.expire)
         try:
             reply = await self._sender().send(run.upstream, call.request, exchange)
@@ -270,7 +289,8 @@ class Router:
             return None
         self._slots_of(run).succeeded(run)
         latency_s = self._clock() - started
-        return Answer(reply.status, reply.body, run.upstream.id, call.attempts, latency_s, reply.headers)
+        id_ = run.upstream.id
+        return Answer(reply.status, reply.body, id_, call.attempts, latency_s, reply.headers, exchange.passed_on)
 
     def _sender(self) -> Transport:
         if self._transport is None:
@@ -310,6 +330,9 @@ class Router:
     def _freed(self, run: Run) -> None:
         slots = self._slots_of(run)
         slots.runs.discard(run)
+        if slots.vacated is not None and not slots.runs:
+            slots.vacated.set()
+            slots.vacated = None
         self._pump(slots)
         self._forget_if_idle(slots)
 

@@ -5,6 +5,7 @@ In-flight counts go up when a slot is granted and down exactly once, whatever en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -82,6 +83,7 @@ class Slots:
     granted: int = 0
     answered: int = 0
     faulted: int = 0
+    vacated: asyncio.Event | None = None  # somebody waits for the last run to end
 
     @property
     def in_flight(self) -> int:
