@@ -1,6 +1,6 @@
 """A process that answers like an engine, as cheaply as Python can: `python -m benchmarks.wire_engine`.
 
-Prints its port. POST: 1 KB of JSON after a delay, which GET /delay/MS sets. GET: 200 and what a router asks of a worker.
+Prints its port. POST: 1 KB of JSON after a delay, which GET /delay/MS sets. GET: what a router asks of a worker.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ class Engine(asyncio.Protocol):
                 Engine.delay_s = float(path[7:]) / 1000
             self._transport.write(_answer(_ABOUT))
         elif Engine.delay_s:
-            asyncio.get_running_loop().call_later(Engine.delay_s, self._transport.write, _GENERATED)
+            asyncio.get_running_loop().call_later(Engine.delay_s, self._finish)
         else:
+            self._transport.write(_GENERATED)
+
+    def _finish(self) -> None:
+        if not self._transport.is_closing():
             self._transport.write(_GENERATED)
 
 

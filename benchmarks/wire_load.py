@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from time import perf_counter
 from typing import cast
 from urllib.parse import urlsplit
@@ -69,13 +70,10 @@ class Client(asyncio.Protocol):
 
 async def _drive(in_flight: int, seconds: float, urls: list[str]) -> None:
     loop = asyncio.get_running_loop()
+    addresses = [urlsplit(url) for url in urls]
     for number in range(in_flight):
-        parts = urlsplit(urls[number % len(urls)])
-        await loop.create_connection(
-            lambda parts=parts: Client(parts.netloc, parts.path),  # type: ignore[misc]
-            parts.hostname,
-            parts.port,
-        )
+        at = addresses[number % len(urls)]
+        await loop.create_connection(partial(Client, at.netloc, at.path), at.hostname or "", at.port or 80)
     await asyncio.sleep(seconds / 4)
     began, Client.counting = perf_counter(), True
     await asyncio.sleep(seconds)

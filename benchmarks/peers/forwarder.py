@@ -1,4 +1,7 @@
-"""What most routers in Python are: a FastAPI catch-all route and one httpx.AsyncClient. `... PORT CONNECTIONS URL...`."""
+"""What most routers in Python are: a FastAPI catch-all route and one httpx.AsyncClient.
+
+`python -m benchmarks.peers.forwarder PORT CONNECTIONS URL...`
+"""
 
 from __future__ import annotations
 
