@@ -27,7 +27,7 @@ HOP_BY_HOP = frozenset(
 
 
 class Connection(asyncio.Protocol):
-    """Made by the pool; `idle` and `gone` tell the pool of it."""
+    """Made by the pool, which hears when it can take a request, at first and again, and when it is gone."""
 
     def __init__(self, idle: Callable[[Connection], None], gone: Callable[[Connection], None]) -> None:
         self.exchange: Exchange | None = None
@@ -84,6 +84,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is up."""
         self._transport = cast(asyncio.Transport, transport)
+        self._idle(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer."""

@@ -1,6 +1,7 @@
 """The pool of connections to upstreams.
 
-It never limits (the gate does, in front of it). A connection that has been idle for longer than any server waits is not
+It never limits (the gate does, in front of it). A request that finds none idle has one made, and takes whichever is
+free first, that one or another's. A connection that has been idle for longer than any server waits is not
 used again, so that a request never meets one that is being closed. When the caller's task is cancelled the connection
 is closed, which is how an upstream learns that nobody waits any longer.
 """
@@ -8,8 +9,11 @@ is closed, which is how an upstream learns that nobody waits any longer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
-from functools import cached_property
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from router.connection import Connection
 from router.exchange import Exchange, Reply, Request
@@ -20,25 +24,40 @@ from router.upstream import Origin, Upstream
 _KEEPALIVE_S = 2.0
 
 
+Obtained = Connection | Broken
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """The connections to one origin: all; the idle ones, the last used last; and the requests that are without one."""
+
+    live: set[Connection] = field(default_factory=set)
+    idle: dict[Connection, None] = field(default_factory=dict)
+    wanting: deque[asyncio.Future[Obtained]] = field(default_factory=deque)
+
+
 class Transport:
     """The connections of one event loop. Closed once."""
 
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[Origin, dict[Connection, None]] = {}  # the last used one last
-        self._all: set[Connection] = set()
+        self._pools: dict[Origin, _Pool] = {}
+        self._making: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def send(self, upstream: Upstream, request: Request, exchange: Exchange) -> Reply | Broken:
         """Send once; the answer, or why there is none. It ends when the exchange does, whoever ended that."""
-        connection = self._take(upstream.origin)
+        pool = self._pools.get(upstream.origin) or self._pools.setdefault(upstream.origin, _Pool())
+        connection = self._take(pool)
         if connection is None:
-            made = await self._connect(upstream.origin, exchange)
-            if isinstance(made, Broken):
-                return made
-            connection = made
+            obtained = await self._wait(upstream.origin, pool, exchange)
+            if isinstance(obtained, Broken):
+                return obtained
+            connection = obtained
+            if not connection.usable:
+                return Broken(FaultKind.DISCONNECTED, "it hung up at once")
         connection.send(exchange, upstream, request)
         try:
             return await exchange.done
@@ -51,85 +70,107 @@ class Transport:
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        for connection in list(self._all):
+        for task in self._making:
+            task.cancel()
+        for connection in [connection for pool in self._pools.values() for connection in pool.live]:
             connection.abort()
-        self._idle.clear()
         await asyncio.sleep(0)  # the transports' turn
 
-    def _take(self, origin: Origin) -> Connection | None:
-        idle = self._idle.get(origin)
-        while idle:
-            connection, _ = idle.popitem()
+    def _take(self, pool: _Pool) -> Connection | None:
+        while pool.idle:
+            connection, _ = pool.idle.popitem()
             if connection.usable and self._loop.time() - connection.idle_since < _KEEPALIVE_S:
                 return connection
             connection.abort()
         return None
 
-    async def _connect(self, origin: Origin, exchange: Exchange) -> Connection | Broken:
-        making = self._loop.create_task(self._open(origin))
+    async def _wait(self, origin: Origin, pool: _Pool, exchange: Exchange) -> Obtained:
+        """The first connection that is free, unless the exchange ends before."""
+        wanting: asyncio.Future[Obtained] = self._loop.create_future()
+        pool.wanting.append(wanting)
+        making = self._loop.create_task(self._make(origin, pool, wanting))
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        exchange.done.add_done_callback(lambda done: _give_up(wanting, done))
         try:
-            await asyncio.wait(
-                (making, exchange.done), timeout=self._connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if making.done() and not exchange.done.done():
-                return making.result()
-        except CONNECT_ERRORS as exc:
-            return Broken(FaultKind.CONNECT, f"{type(exc).__name__}: {exc}".rstrip(": "))
+            return await wanting
         except asyncio.CancelledError:
-            _discard(making)
+            if wanting.done() and not wanting.cancelled() and isinstance(had := wanting.result(), Connection):
+                self._keep(pool, had)
             raise
-        _discard(making)
-        if exchange.done.done() and isinstance(ended := exchange.done.result(), Broken):
-            return ended
-        return Broken(FaultKind.CONNECT, f"no connection within {self._connect_timeout_s:g} s")
+        finally:
+            with contextlib.suppress(ValueError):  # whoever got a connection is out already
+                pool.wanting.remove(wanting)
 
-    async def _open(self, origin: Origin) -> Connection:
-        tls = self._tls if origin.tls else None
-        _, connection = await self._loop.create_connection(
-            lambda: Connection(lambda idle: self._keep(origin, idle), lambda gone: self._forget(origin, gone)),
-            origin.host,
-            origin.port,
-            ssl=tls,
-        )
-        self._all.add(connection)
-        return connection
+    async def _make(self, origin: Origin, pool: _Pool, wanting: asyncio.Future[Obtained]) -> None:
+        """One more connection, for whoever wants one once it is there. Its failure is for who asked for it; who has got
+        another's meanwhile has left that one's owner without, who is told instead.
+        """
+        failed = partial(self._fail, pool, wanting)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._loop.create_connection(
+                    lambda: Connection(partial(self._keep, pool), partial(self._forget, pool)),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.tls else None,
+                )
+        except TimeoutError:
+            failed(f"no connection within {self._connect_timeout_s:g} s")
+        except CONNECT_ERRORS as exc:
+            failed(f"{type(exc).__name__}: {exc}".rstrip(": "))
+        except asyncio.CancelledError:
+            failed("the pool was closed")
+            raise
+
+    def _fail(self, pool: _Pool, wanting: asyncio.Future[Obtained], detail: str) -> None:
+        broken = Broken(FaultKind.CONNECT, detail)
+        while not _settle(wanting, broken) and pool.wanting:
+            wanting = pool.wanting.popleft()
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    def _keep(self, origin: Origin, connection: Connection) -> None:
+    def _keep(self, pool: _Pool, connection: Connection) -> None:
+        """It can take a request."""
         if self._closed:
             connection.abort()
+        if not connection.usable:
             return
+        pool.live.add(connection)
+        while pool.wanting:
+            if _settle(pool.wanting.popleft(), connection):
+                return
         connection.idle_since = self._loop.time()
-        self._idle.setdefault(origin, {})[connection] = None
+        pool.idle[connection] = None
         if self._sweep is None:
             self._sweep = self._loop.call_later(_KEEPALIVE_S, self._drop_old)
 
-    def _forget(self, origin: Origin, connection: Connection) -> None:
-        self._all.discard(connection)
-        if (idle := self._idle.get(origin)) is not None:
-            idle.pop(connection, None)
+    def _forget(self, pool: _Pool, connection: Connection) -> None:
+        pool.live.discard(connection)
+        pool.idle.pop(connection, None)
 
     def _drop_old(self) -> None:
         self._sweep = None
         before = self._loop.time() - _KEEPALIVE_S
-        for origin, idle in list(self._idle.items()):
-            for connection in [connection for connection in idle if connection.idle_since <= before]:
-                del idle[connection]
+        for origin, pool in list(self._pools.items()):
+            for connection in [connection for connection in pool.idle if connection.idle_since <= before]:
+                del pool.idle[connection]
                 connection.abort()
-            if not idle:
-                del self._idle[origin]
-        if self._idle:
+            if not pool.live and not pool.wanting:
+                del self._pools[origin]
+        if self._pools:
             self._sweep = self._loop.call_later(_KEEPALIVE_S, self._drop_old)
 
 
-def _discard(making: asyncio.Task[Connection]) -> None:
-    making.cancel()
-    making.add_done_callback(_close_unclaimed)
+def _settle(wanting: asyncio.Future[Obtained], with_: Obtained) -> bool:
+    if wanting.done():
+        return False
+    wanting.set_result(with_)
+    return True
 
 
-def _close_unclaimed(made: asyncio.Task[Connection]) -> None:
-    if not made.cancelled() and made.exception() is None:
-        made.result().abort()
+def _give_up(wanting: asyncio.Future[Obtained], done: asyncio.Future[Reply | Broken]) -> None:
+    if not done.cancelled() and isinstance(ended := done.result(), Broken):
+        _settle(wanting, ended)

@@ -2,6 +2,7 @@
 
 from router.proxy.limits import ProxyLimits
 from router.proxy.messages import Refused
+from router.proxy.runner import ProxyRunner, ProxySettings
 from router.proxy.server import Server
 from router.proxy.service import ROUTES, Service
 from router.proxy.table import Follower, Source, Table, TableReport, Target, Targets
@@ -10,6 +11,8 @@ __all__ = [
     "ROUTES",
     "Follower",
     "ProxyLimits",
+    "ProxyRunner",
+    "ProxySettings",
     "Refused",
     "Server",
     "Service",
