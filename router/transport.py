@@ -46,6 +46,7 @@ class Transport:
         self._making: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
+        self._gone = asyncio.Event()
 
     async def send(self, upstream: Upstream, request: Request, exchange: Exchange) -> Reply | Broken:
         """Send once; the answer, or why there is none. It ends when the exchange does, whoever ended that."""
@@ -72,9 +73,14 @@ class Transport:
             self._sweep.cancel()
         for task in self._making:
             task.cancel()
-        for connection in [connection for pool in self._pools.values() for connection in pool.live]:
+        for connection in self._live():
             connection.abort()
-        await asyncio.sleep(0)  # the transports' turn
+        while self._live():
+            self._gone.clear()
+            await self._gone.wait()
+
+    def _live(self) -> list[Connection]:
+        return [connection for pool in self._pools.values() for connection in pool.live]
 
     def _take(self, pool: _Pool) -> Connection | None:
         while pool.idle:
@@ -149,6 +155,7 @@ class Transport:
 
     def _forget(self, pool: _Pool, connection: Connection) -> None:
         pool.live.discard(connection)
+        self._gone.set()
         pool.idle.pop(connection, None)
 
     def _drop_old(self) -> None:

@@ -31,7 +31,7 @@ class Upstream:
 
     id: str
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     proof: int = 0
     origin: Origin = field(init=False, repr=False, compare=False)
     base: bytes = field(init=False, repr=False, compare=False)  # of the path, without a '/' at its end

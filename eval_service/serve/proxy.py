@@ -1,9 +1,9 @@
-"""The proxy as a deployment of the application, with a socket and port of its own: Serve's proxy carries the API only.
+"""The proxy as a deployment of the application, with a socket and port of its own: Serve's carries the API only.
 
-The controller is asked by Serve handle, never the other way round: the call is a long poll that tells what the proxy has
-applied and brings the table of the lanes that it drives. A lane is in that table, or the controller's own lanes drive it,
-never both; and an engine that left the table may be pinned anew once `applied` has reached the table that says so, or
-`lease_s` has passed without a call.
+The controller is asked by Serve handle, never the other way round: the call is a long poll that tells what the proxy
+has applied and brings the table of the lanes that it drives. A lane is in that table, or the controller's own lanes
+drive it, never both. An engine that left the table may be pinned anew once `applied` has reached the table that says
+so, or the controller has not been asked for `lease_s`.
 """
 
 from __future__ import annotations

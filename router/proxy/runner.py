@@ -26,8 +26,8 @@ class ProxySettings:
     lease_s: float = 5.0  # not told for so long, it serves nothing
     handover_s: float = 10.0  # for what is in flight on an upstream that leaves its target
     grace_s: float = 10.0  # for what is at work when it stops
-    limits: Limits = Limits(wait_timeout_s=60.0)
-    clients: ProxyLimits = ProxyLimits()
+    limits: Limits = field(default_factory=lambda: Limits(wait_timeout_s=60.0))
+    clients: ProxyLimits = field(default_factory=ProxyLimits)
 
 
 class ProxyRunner:

@@ -1,8 +1,9 @@
 """Which targets the proxy serves, as told by whoever owns the upstreams.
 
 Invariants: what is told is a whole table, numbered; the report of `applied` says that nothing is in flight any more on
-what the tables up to it took away, so that the owner may do with an upstream as it likes. The table is a lease: not
-told for `lease_s`, the proxy serves nothing, so that an owner that can't reach it knows when it has let go.
+what the tables up to it took away, so that the owner may do with an upstream as it likes. The table is a lease, which
+runs from when the proxy asked: past `lease_s` it serves nothing, so that an owner that is not asked any more knows when
+it has let go.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Targets:
         self._router = router
         self._table: Table | None = None
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self.leased_until = float("inf")  # on the loop's clock
 
     def find(self, name: str) -> Target:
         """One that is served now.
@@ -70,7 +72,7 @@ class Targets:
         Raises:
             Refused: there is none; 404, 409, 410 or 503 says of which kind.
         """
-        if self._table is None:
+        if self._table is None or asyncio.get_running_loop().time() > self.leased_until:
             raise Refused(503, "no_table", "nobody has told this proxy its targets", headers={"Retry-After": "1"})
         if (target := self._table.targets.get(name)) is not None:
             return target
@@ -120,20 +122,20 @@ class Follower:
     async def run(self) -> None:
         """Ask for ever; give everything up whenever nobody has answered for `lease_s`."""
         loop = asyncio.get_running_loop()
-        told = loop.time()
+        self._targets.leased_until = loop.time() + self._lease_s
         while True:
+            asked = loop.time()
             try:
-                async with asyncio.timeout_at(told + self._lease_s):
+                async with asyncio.timeout_at(self._targets.leased_until):
                     table = await self._source.poll(self._report())
             except Exception as exc:  # noqa: BLE001 - the loop's edge: whatever happened, nobody told us anything
-                if loop.time() >= told + self._lease_s:
-                    self._lapse()
-                    told = loop.time()
                 _log.warning("no table of targets: %s: %s", type(exc).__name__, exc)
+                if loop.time() >= self._targets.leased_until:
+                    self._lapse()
                 await asyncio.sleep(_RETRY_S)
-                continue
-            told = loop.time()
-            self._apply(table)
+            else:
+                self._targets.leased_until = asked + self._lease_s
+                self._apply(table)
 
     def _report(self) -> TableReport:
         upstreams = self._router.stats().upstreams
@@ -143,6 +145,7 @@ class Follower:
     def _lapse(self) -> None:
         self._known = self._applied = 0
         self._targets.suspend()
+        self._targets.leased_until = asyncio.get_running_loop().time() + self._lease_s
 
     def _apply(self, table: Table) -> None:
         if table.version == self._known:
