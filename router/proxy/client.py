@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-import httptools
-
-from router.connection import HOP_BY_HOP
 from router.errors import CutShort
 from router.exchange import Exchange, Header, Outlet
 from router.proxy.limits import ProxyLimits
@@ -29,15 +26,11 @@ from router.proxy.messages import (
     passed_head,
     passed_lines,
 )
+from router.proxy.reading import RequestReader
 
 _log = logging.getLogger(__name__)
 _NEVER = float("inf")
 _MAX_PIPELINED = 8  # requests read ahead; more are left in the socket
-_MAX_HEADERS = 100
-# Not for the upstream: what is between client and proxy alone, what is made anew, and the client's credentials.
-_DROPPED = HOP_BY_HOP | frozenset(b"host content-length expect authorization x-api-key cookie".split())
-_READ = frozenset(b"host content-length transfer-encoding expect authorization connection".split())
-_KEEP = frozenset((b"close", b"keep-alive"))
 
 
 class Hub(Protocol):
@@ -55,21 +48,6 @@ class Hub(Protocol):
         """A connection is gone from `connections`."""
 
 
-class _Head:
-    """What is known of a request that is being read."""
-
-    __slots__ = ("body", "body_bytes", "bytes", "complete", "lines", "special", "url")
-
-    def __init__(self) -> None:
-        self.url = b""
-        self.lines: list[tuple[bytes, bytes]] = []
-        self.special: dict[bytes, list[bytes]] = {}
-        self.bytes = 0
-        self.complete = False
-        self.body: list[bytes] = []
-        self.body_bytes = 0
-
-
 class ClientConnection(asyncio.Protocol):
     """Made by the server for each client; it is also the outlet of the answer that is being passed on."""
 
@@ -77,13 +55,10 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = _NEVER
         self._hub = hub
         self._loop = asyncio.get_running_loop()
-        self._parser: Any = httptools.HttpRequestParser(self)
+        self._reader = RequestReader(hub, began=self._began, headed=self._headed, came=self._enqueue)
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self._head: _Head | None = None
-        self._refusal: Refused | None = None
-        self._deaf = False  # what comes from here on is not read
-        self._fed = 0  # bytes of a head in the reads after its first
         self._pending: deque[ClientRequest | Refused] = deque()
+        self._working: ClientRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
         self._begun = False
@@ -98,8 +73,8 @@ class ClientConnection(asyncio.Protocol):
         """The deadline has passed."""
         if self._ending or self._stalled or self._transport.is_closing():
             self._transport.abort()
-        elif self._head is not None:
-            self._refuse(Refused(408, "request_timeout", "the request took too long to come"))
+        elif self._reader.midway:
+            self._reader.refuse(Refused(408, "request_timeout", "the request took too long to come"))
         else:
             self._transport.close()
 
@@ -120,23 +95,11 @@ class ClientConnection(asyncio.Protocol):
         self._hub.connections.add(self)
         self._look_ahead()
         if len(self._hub.connections) > self._hub.limits.max_connections:
-            self._refuse(overloaded("too many clients are connected"))
+            self._reader.refuse(overloaded("too many clients are connected"))
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
-        if self._deaf:
-            return
-        self._fed += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True  # the request stands; the protocol stays as it is
-        except httptools.HttpParserError as exc:
-            self._refuse(self._refusal or Refused(400, "bad_request", f"this is no HTTP/1.1 request: {exc}"))
-        else:
-            head = self._head
-            if head is not None and not head.complete and self._fed > self._hub.limits.max_head_bytes:
-                self._refuse(self._head_too_big())
+        self._reader.feed(data)
 
     def eof_received(self) -> None:
         """The client has left, or won't say more, which is taken for the same."""
@@ -145,13 +108,13 @@ class ClientConnection(asyncio.Protocol):
         """It is gone: so is the wish for whatever it asked."""
         self._hub.connections.discard(self)
         self._hub.left()
-        self._deaf = True
+        self._reader.stop()
         for item in self._pending:
             self._unbuffer(item)
         self._pending.clear()
-        self._drop_head()
         if self._task is not None:
             self._task.cancel()
+            self._give_back()  # a task that had not begun never will
 
     def pause_writing(self) -> None:
         """The client takes less than comes: hold the upstream up."""
@@ -170,81 +133,17 @@ class ClientConnection(asyncio.Protocol):
         elif not self._ending:
             self._next()
 
-    # --- httptools' callbacks; raising is the only way to stop the parser
+    # --- told by the reader
 
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._head = _Head()
-        self._fed = 0
+    def _began(self) -> None:
         if self._task is None:
             self.deadline = self._loop.time() + self._hub.limits.head_timeout_s
 
-    def on_url(self, url: bytes) -> None:
-        """Its target, or a piece of it."""
-        if (head := self._head) is not None:
-            head.url += url
-            head.bytes += len(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line, or a trailer, which is dropped."""
-        head = self._head
-        if head is None or head.complete:
-            return
-        lower = name.lower()
-        head.bytes += len(name) + len(value) + 4
-        if lower in _READ:
-            head.special.setdefault(lower, []).append(value)
-        if lower not in _DROPPED:
-            head.lines.append((lower, b"%b: %b\r\n" % (name, value)))
-
-    def on_headers_complete(self) -> None:
-        """The head is whole: refuse now what would be refused anyhow."""
-        head = self._head
-        assert head is not None
-        head.complete = True
-        self._refusal = self._fault_of(head)
-        if self._refusal is not None:
-            raise self._refusal
+    def _headed(self, expects: bool) -> None:
         if self._task is None:
             self.deadline = self._loop.time() + self._hub.limits.body_timeout_s
-            if b"expect" in head.special and not self._pending:
+            if expects and not self._pending:
                 self._transport.write(CONTINUE)
-
-    def on_body(self, chunk: bytes) -> None:
-        """A piece of the body."""
-        head = self._head
-        assert head is not None
-        head.body.append(chunk)
-        head.body_bytes += len(chunk)
-        self._hub.buffered_bytes += len(chunk)
-        limits = self._hub.limits
-        if head.body_bytes > limits.max_body_bytes:
-            self._refusal = self._body_too_big()
-        elif self._hub.buffered_bytes > limits.max_buffered_bytes:
-            self._refusal = overloaded("too much is held for requests that are at work")
-        if self._refusal is not None:
-            raise self._refusal
-
-    def on_message_complete(self) -> None:
-        """The request is whole."""
-        head, self._head = self._head, None
-        assert head is not None
-        keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
-        self._deaf = not keep_alive
-        lines, nominated = head.lines, _nominated(head)
-        if nominated:
-            lines = [header for header in lines if header[0] not in nominated]
-        authorization = head.special.get(b"authorization")
-        self._enqueue(
-            ClientRequest(
-                method=self._parser.get_method(),
-                url=head.url,
-                headers=b"".join([line for _, line in lines]),
-                body=head.body[0] if len(head.body) == 1 else b"".join(head.body),
-                keep_alive=keep_alive,
-                authorization=authorization[0] if authorization else None,
-            )
-        )
 
     # --- the outlet of what is passed on
 
@@ -299,6 +198,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self.deadline = _NEVER
         self._close_after = not item.keep_alive
+        self._working = item
         self._task = self._loop.create_task(self._serve(item))
 
     async def _serve(self, request: ClientRequest) -> None:
@@ -314,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             response = Refused(500, "internal", "the proxy failed; its log says how").response()
         finally:
-            self._unbuffer(request)
+            self._give_back()
         if response is not None:
             close, head_only = self._closes(), request.method == b"HEAD"
             self._transport.write(response.rendered(close=close, head_only=head_only))
@@ -334,22 +234,15 @@ class ClientConnection(asyncio.Protocol):
     def _look_ahead(self) -> None:
         """Nothing is at work: how long may the next request take to come?"""
         limits = self._hub.limits
-        idle = self._head is None
+        idle = not self._reader.midway
         self.deadline = self._loop.time() + (limits.idle_timeout_s if idle else limits.head_timeout_s)
 
     # --- endings
 
-    def _refuse(self, refusal: Refused) -> None:
-        """The answer to what is being read; nothing after it is read."""
-        if self._deaf:
-            return
-        self._deaf = True
-        self._drop_head()
-        self._enqueue(refusal)
-
     def _end(self) -> None:
         """Let the client read what was written, but not for ever; closing at once might take it from it."""
-        self._ending = self._deaf = True
+        self._ending = True
+        self._reader.stop()
         limits, unwritten = self._hub.limits, self._transport.get_write_buffer_size()
         self.deadline = self._loop.time() + (limits.write_timeout_s if unwritten else limits.linger_s)
         if self._transport.can_write_eof() and not self._transport.is_closing():
@@ -357,44 +250,11 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def _drop_head(self) -> None:
-        if self._head is not None:
-            self._hub.buffered_bytes -= self._head.body_bytes
-            self._head = None
+    def _give_back(self) -> None:
+        if self._working is not None:
+            self._unbuffer(self._working)
+            self._working = None
 
     def _unbuffer(self, item: ClientRequest | Refused) -> None:
         if isinstance(item, ClientRequest):
             self._hub.buffered_bytes -= len(item.body)
-
-    # --- what is refused
-
-    def _fault_of(self, head: _Head) -> Refused | None:
-        limits, special = self._hub.limits, head.special
-        if self._parser.get_http_version() != "1.1":
-            return Refused(505, "http_version", "this proxy speaks HTTP/1.1")
-        if head.bytes > limits.max_head_bytes or len(head.lines) > _MAX_HEADERS:
-            return self._head_too_big()
-        if len(special.get(b"host", ())) != 1:
-            return Refused(400, "bad_request", "a request has one Host header")
-        if any(value.strip().lower() != b"chunked" for value in special.get(b"transfer-encoding", ())):
-            return Refused(501, "transfer_encoding", "this proxy takes chunked bodies and plain ones")
-        if any(value.strip().lower() != b"100-continue" for value in special.get(b"expect", ())):
-            return Refused(417, "expectation", "this proxy meets no expectation but 100-continue")
-        if any(int(value) > limits.max_body_bytes for value in special.get(b"content-length", ())):
-            return self._body_too_big()
-        return None
-
-    def _head_too_big(self) -> Refused:
-        most = self._hub.limits.max_head_bytes
-        return Refused(431, "head_too_big", f"a request's head has at most {most} bytes and {_MAX_HEADERS} headers")
-
-    def _body_too_big(self) -> Refused:
-        return Refused(413, "body_too_big", f"a request's body has at most {self._hub.limits.max_body_bytes} bytes")
-
-
-def _nominated(head: _Head) -> set[bytes]:
-    """Headers that the client meant for this connection alone."""
-    values = head.special.get(b"connection")
-    if not values:
-        return set()
-    return {token.strip() for value in values for token in value.lower().split(b",")} - _KEEP

@@ -74,6 +74,19 @@ async def test_what_is_held_for_all_clients_together_is_bounded() -> None:
         await until(lambda: proxy.server.buffered_bytes == 0)
 
 
+async def test_clients_that_leave_at_once_leave_nothing_behind() -> None:
+    async with running("a") as a, proxied(a.fake.upstream) as proxy:
+        for turns in range(30):
+            async with connected(proxy) as wire:
+                wire.send(request() * 3)
+                for _ in range(turns % 6):
+                    await asyncio.sleep(0)
+        await until(lambda: not proxy.server.connections)
+        await until(lambda: proxy.router.stats().targets["lane"].in_flight == 0)
+        assert proxy.server.buffered_bytes == 0
+        assert proxy.router.stats().faults == {}
+
+
 async def test_one_client_too_many_is_told_so() -> None:
     async with running("a") as a, proxied(a.fake.upstream, clients=ProxyLimits(max_connections=1)) as proxy:
         async with connected(proxy) as first:
