@@ -72,11 +72,6 @@ class Prober:
     async def _ask(self, upstream: Upstream) -> int | Broken:
         if self._transport is None:
             self._transport = Transport(2 * self._timeout_s)  # never the first to give up
-        loop = asyncio.get_running_loop()
-        exchange = Exchange(upstream.id, loop.create_future())
-        timer = loop.call_later(self._timeout_s, exchange.expire)
-        try:
-            reply = await self._transport.send(upstream, self._request, exchange)
-        finally:
-            timer.cancel()
+        exchange = Exchange(upstream.id, asyncio.get_running_loop().create_future())
+        reply = await self._transport.send(upstream, self._request, exchange, timeout_s=self._timeout_s)
         return reply if isinstance(reply, Broken) else reply.status

@@ -275,15 +275,14 @@ class Router:
         call.attempts += 1
         if run.aborted:
             return None
-        loop = asyncio.get_running_loop()
         started = self._clock()
         remaining_s = call.remaining_s(started)
-        exchange = run.exchange = Exchange(run.upstream.id, loop.create_future(), call.outlet)
-        timer = loop.call_later(min(self.limits.request_timeout_s, remaining_s), exchange.expire)
-        try:
-            reply = await self._sender().send(run.upstream, call.request, exchange)
-        finally:
-            timer.cancel()
+        done = asyncio.get_running_loop().create_future()
+        exchange = run.exchange = Exchange(run.upstream.id, done, call.outlet)
+        transport = self._transport or self._made_transport()
+        reply = await transport.send(
+            run.upstream, call.request, exchange, timeout_s=min(self.limits.request_timeout_s, remaining_s)
+        )
         if isinstance(reply, Broken) or reply.status >= 500:
             self._judge(run, call, exchange, reply, in_time=remaining_s >= self.limits.request_timeout_s)
             return None
@@ -292,9 +291,8 @@ class Router:
         id_ = run.upstream.id
         return Answer(reply.status, reply.body, id_, call.attempts, latency_s, reply.headers, exchange.passed_on)
 
-    def _sender(self) -> Transport:
-        if self._transport is None:
-            self._transport = Transport(self.limits.connect_timeout_s)
+    def _made_transport(self) -> Transport:
+        self._transport = Transport(self.limits.connect_timeout_s)
         return self._transport
 
     def _judge(self, run: Run, call: _Call, exchange: Exchange, why: Broken | Reply, *, in_time: bool) -> None:

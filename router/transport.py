@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from router.connection import Connection
+from router.deadlines import Deadlines
 from router.exchange import Exchange, Reply, Request
 from router.faults import CONNECT_ERRORS, Broken, FaultKind
 from router.upstream import Origin, Upstream
@@ -42,14 +43,24 @@ class Transport:
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines()
         self._pools: dict[Origin, _Pool] = {}
         self._making: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
         self._gone = asyncio.Event()
 
-    async def send(self, upstream: Upstream, request: Request, exchange: Exchange) -> Reply | Broken:
+    async def send(
+        self, upstream: Upstream, request: Request, exchange: Exchange, *, timeout_s: float
+    ) -> Reply | Broken:
         """Send once; the answer, or why there is none. It ends when the exchange does, whoever ended that."""
+        tick = self._deadlines.set(exchange, timeout_s)
+        try:
+            return await self._sent(upstream, request, exchange)
+        finally:
+            self._deadlines.clear(exchange, tick)
+
+    async def _sent(self, upstream: Upstream, request: Request, exchange: Exchange) -> Reply | Broken:
         pool = self._pools.get(upstream.origin) or self._pools.setdefault(upstream.origin, _Pool())
         connection = self._take(pool)
         if connection is None:
@@ -69,6 +80,7 @@ class Transport:
     async def close(self) -> None:
         """Close every connection."""
         self._closed = True
+        self._deadlines.close()
         if self._sweep is not None:
             self._sweep.cancel()
         for task in self._making:
@@ -113,21 +125,23 @@ class Transport:
         another's meanwhile has left that one's owner without, who is told instead.
         """
         failed = partial(self._fail, pool, wanting)
+        making = asyncio.current_task()
+        assert making is not None
+        timer = self._loop.call_later(self._connect_timeout_s, making.cancel)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                await self._loop.create_connection(
-                    lambda: Connection(partial(self._keep, pool), partial(self._forget, pool)),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls if origin.tls else None,
-                )
-        except TimeoutError:
-            failed(f"no connection within {self._connect_timeout_s:g} s")
+            await self._loop.create_connection(
+                lambda: Connection(partial(self._keep, pool), partial(self._forget, pool)),
+                origin.host,
+                origin.port,
+                ssl=self._tls if origin.tls else None,
+            )
         except CONNECT_ERRORS as exc:
             failed(f"{type(exc).__name__}: {exc}".rstrip(": "))
         except asyncio.CancelledError:
-            failed("the pool was closed")
+            failed("the pool was closed" if self._closed else f"no connection within {self._connect_timeout_s:g} s")
             raise
+        finally:
+            timer.cancel()
 
     def _fail(self, pool: _Pool, wanting: asyncio.Future[Obtained], detail: str) -> None:
         broken = Broken(FaultKind.CONNECT, detail)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 
 import uvloop
 from ray.serve.handle import DeploymentHandle
 
 from eval_service.serve.loop_thread import LoopThread
-from router.proxy import ProxyRunner, ProxySettings, Table, TableReport
+from router.proxy import GC_THRESHOLDS, ProxyRunner, ProxySettings, Table, TableReport
 
 _START_S = 10.0
 
@@ -40,6 +41,7 @@ class ProxyDeployment:
     """Holds the proxy on an event loop of its own, so that Serve's calls never wait for a lane's traffic."""
 
     def __init__(self, settings: ProxySettings, controller: DeploymentHandle) -> None:
+        gc.set_threshold(*GC_THRESHOLDS)
         self._grace_s = settings.grace_s
         self._thread = LoopThread("proxy", uvloop.new_event_loop())
         self._proxy = ProxyRunner(settings, ServeSource(controller, asyncio.get_running_loop()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import uvloop
 
 from router.health import Prober
+from router.proxy import GC_THRESHOLDS
 from router.proxy.config import ProxyConfig, load_config
 from router.proxy.server import Server
 from router.proxy.service import Service
@@ -64,6 +66,7 @@ def main() -> int:
     except ValueError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
+    gc.set_threshold(*GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

@@ -15,6 +15,10 @@ from router.proxy.service import Service
 from router.proxy.table import Follower, Source, Targets
 from router.router import Router
 
+# For the process that a proxy has to itself: what a request leaves behind needs no collector, but what is in flight is
+# looked through each time that it runs.
+GC_THRESHOLDS = (50_000, 20, 20)
+
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:

@@ -24,7 +24,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 
 def send(transport: Transport, upstream: Upstream) -> tuple[asyncio.Task[Reply | Broken], Exchange]:
     exchange = Exchange(upstream.id, asyncio.get_running_loop().create_future())
-    return asyncio.create_task(transport.send(upstream, REQUEST, exchange)), exchange
+    return asyncio.create_task(transport.send(upstream, REQUEST, exchange, timeout_s=20.0)), exchange
 
 
 async def test_connections_are_kept_and_used_again() -> None:
