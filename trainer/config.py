@@ -106,6 +106,9 @@ class EvalSection(Section):
     reserve_timeout_s: float = Field(default=600.0, ge=0, description="how long backpressure may hold a step")
     drain_timeout_s: float = Field(default=600.0, ge=0)
     on_timeout: OnTimeout = OnTimeout.LEAVE
+    progress_interval_s: float = Field(
+        default=10.0, gt=0, description="how often the service is told the step, for lag"
+    )
     canary: bool = Field(default=True, description="log-probs of fixed sequences travel with each snapshot")
 
     @property

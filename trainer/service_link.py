@@ -15,17 +15,18 @@ from eval_service.contract.wire import DispatchRequest, RunSpec
 from trainer.config import RunConfig
 from trainer.steplog import StepLog
 
-PROGRESS_INTERVAL_S = 10.0
+_JOIN_S = 10.0
 
 
 class ServiceLink:
-    """One run's link. Its thread tells the step every 10 s; everything else runs on the caller's."""
+    """One run's link. Its thread tells the step every few seconds; everything else runs on the caller's."""
 
     def __init__(self, config: RunConfig, client: EvalClient, log: StepLog) -> None:
         self.run = config.run.name
         self.client = client
         self.outbox = Outbox.of(config.run.root, config.run.name)
         self._spec = run_spec(config)
+        self._progress_interval_s = config.eval.progress_interval_s
         self._log = log
         self._announced = False
         self._reports: list[tuple[str, str]] = []
@@ -93,7 +94,7 @@ class ServiceLink:
         self._ending = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=PROGRESS_INTERVAL_S)
+            self._thread.join(timeout=_JOIN_S)
         self._tell_once()
 
     def _announce(self) -> None:
@@ -127,7 +128,7 @@ class ServiceLink:
             self._tell_once()
             if self.unsent():
                 self.flush()
-            self._wake.wait(PROGRESS_INTERVAL_S)
+            self._wake.wait(self._progress_interval_s)
             self._wake.clear()
 
     def _tell_once(self) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from eval_service.admission.checks import find_faults
+from eval_service.admission.checks import Report, find_faults
 from eval_service.admission.faults import Fault, FaultCode
+from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import Source
 from eval_service.controller.db import LedgerThread
@@ -54,16 +55,18 @@ class Admissions:
 
     async def _check(self, snapshot: Unadmitted) -> None:
         try:
-            found = await asyncio.to_thread(self._examine, snapshot)
+            report = await asyncio.to_thread(self._examine, snapshot)
         except Exception as exc:  # noqa: BLE001 - the task's edge: the points end with it
-            found = Fault(FaultCode.INVALID, "snapshot", f"the checks failed: {type(exc).__name__}: {exc}")
-        if isinstance(found, Facts):
-            await self._ledger(self._moves.admit, snapshot.id, found)
+            fault = Fault(FaultCode.INVALID, "snapshot", f"the checks failed: {type(exc).__name__}: {exc}")
+            await self._refuse(snapshot, fault, None)
+            return
+        if report.faults or report.manifest is None or report.facts is None:
+            await self._refuse(snapshot, report.faults[0], report.manifest)
         else:
-            await self._refuse(snapshot, found)
+            await self._ledger(self._moves.admit, snapshot.id, Facts(report.manifest, report.facts.vocab_size))
 
-    def _examine(self, snapshot: Unadmitted) -> Facts | Fault:
-        report = find_faults(
+    def _examine(self, snapshot: Unadmitted) -> Report:
+        return find_faults(
             Path(snapshot.path),
             source=Source(snapshot.source),
             roots=self._service.roots,
@@ -72,11 +75,8 @@ class Admissions:
             step=snapshot.step,
             allow_auto_map=self._service.allow_auto_map,
         )
-        if report.faults or report.manifest is None or report.facts is None:
-            return report.faults[0]
-        return Facts(report.manifest, report.facts.vocab_size)
 
-    async def _refuse(self, snapshot: Unadmitted, fault: Fault) -> None:
+    async def _refuse(self, snapshot: Unadmitted, fault: Fault, manifest: Manifest | None) -> None:
         """What a shared file system may only be hiding is looked at again for a while; the rest ends here."""
         waited_s = time.time() - snapshot.queued_at
         missing = fault.code is FaultCode.MISSING
@@ -84,4 +84,4 @@ class Admissions:
             self._not_before[snapshot.id] = time.monotonic() + AGAIN_S
             return
         reason = Reason.CKPT_MISSING if missing else Reason.SNAPSHOT_INVALID
-        await self._ledger(self._moves.refuse, snapshot.id, reason, str(fault.error()))
+        await self._ledger(self._moves.refuse, snapshot.id, reason, str(fault.error()), manifest)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eval_service.contract.errors import Unavailable
-from eval_service.contract.states import ENDS, PointState, Reason
+from eval_service.contract.states import PointState, Reason
 from eval_service.controller.admitting import Admissions
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
@@ -173,11 +173,12 @@ class _Acting:
     async def tick(self) -> None:
         """One look at everything."""
         call, moves = self._ledger, self._moves
-        await call(moves.take_intents, reservation_timeout_s=self._service.reservation_timeout_s)
+        if await call(moves.take_intents, reservation_timeout_s=self._service.reservation_timeout_s):
+            self._housekeeping.something_settled()
         self._notice_lost()
         await self._end_overdue()
-        if await call(moves.abort_overdue_drains):
-            await self._cancel_ended()
+        await call(moves.tend_drains)
+        await self._cancel_overtaken()
         await self._admissions.tick()
         await self._lease()
         await self._housekeeping.tick()
@@ -217,10 +218,11 @@ class _Acting:
             else:
                 await self._ledger(self._moves.end_unserved, point, detail)
 
-    async def _cancel_ended(self) -> None:
-        for point, lane in list(self._lanes.items()):
-            if await self._ledger(self._moves.state, point) in ENDS:
-                lane.cancel()
+    async def _cancel_overtaken(self) -> None:
+        """A point that was cancelled, superseded, aborted or deleted lets its engines go at once."""
+        for point in await self._ledger(self._moves.overtaken, list(self._lanes)) if self._lanes else ():
+            if point in self._lanes:
+                self._lanes[point].cancel()
 
     async def _lease(self) -> None:
         queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]

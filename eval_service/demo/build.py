@@ -108,6 +108,7 @@ snapshot_source = "staging"
 max_in_flight = 2
 keep = {plan.keep}
 drain_timeout_s = 300.0
+progress_interval_s = 0.5
 
 [fleet]
 num_eval_engines = {plan.engines}

@@ -86,7 +86,7 @@ def point_line(point: PointView) -> str:
         why = ": ".join(part for part in (point.reason, point.detail) if part)
         return f"step {point.step:>4}  {point.state} ({why})"
     times = point.timings
-    parts = [f"step {point.step:>4}  score {plus_minus(point.score, point.stderr)}", f"lag {text(point.lag_steps)}"]
+    parts = [f"step {point.step:>4}  {plus_minus(point.score, point.stderr)}", f"lag {text(point.lag_steps)}"]
     named = {"stall": times.stall_s, "queue": times.queue_s, "pin": times.pin_s, "generate": times.generate_s}
-    parts += [f"{name} {seconds:.2f} s" for name, seconds in named.items() if seconds is not None]
-    return "  ".join(parts)
+    parts += [f"{name} {seconds:.1f}" for name, seconds in named.items() if seconds is not None]
+    return "  ".join(parts) + " s"

@@ -11,11 +11,6 @@ from eval_service.demo.processes import Family
 from tests.support.live import Live
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The destructive ones last."""
-    items.sort(key=lambda item: item.get_closest_marker("destructive") is not None)
-
-
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """The running service."""

@@ -60,7 +60,7 @@ def test_each_point_that_ends_is_told_once() -> None:
     service.points[1] = point(50, state=PointState.SKIPPED, reason=Reason.BUSY, lag_steps=None)
     watched.follower.look()
     watched.follower.look()
-    assert watched.said[0].startswith("step    0  score 0.250 ± 0.020  lag 7  stall 0.10 s")
+    assert watched.said[0] == "step    0  0.250 ± 0.020  lag 7  stall 0.1  queue 0.3  pin 0.4  generate 0.5 s"
     assert watched.said[1:] == ["step   50  skipped (busy)"]
     assert watched.progress == [(1, 9), (2, 9), (2, 9)]
 

@@ -1,0 +1,41 @@
+"""The tiers in their order, each with a time budget that is printed beside what it took."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+# Seconds on two cores; what goes over is told, so that a tier is trimmed before CI feels it.
+BUDGETS_S = {"unit": 120, "integration": 420, "e2e": 720}
+ROOT = Path(__file__).parent
+
+# Nothing in the tests may reach for a model hub or phone home.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tier by tier, what is destructive last."""
+    order = list(BUDGETS_S)
+    items.sort(key=lambda item: (item.get_closest_marker("destructive") is not None, order.index(_tier(item.path))))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What each tier took."""
+    took: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[_tier(ROOT.parent / report.nodeid.split("::")[0])] += report.duration
+    terminalreporter.section("tiers")
+    for tier, budget_s in BUDGETS_S.items():
+        if tier in took:
+            over = "  OVER ITS BUDGET" if took[tier] > budget_s else ""
+            terminalreporter.write_line(f"{tier:12} {took[tier]:6.0f} s of {budget_s} s{over}")
+
+
+def _tier(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
