@@ -27,13 +27,8 @@ ENGINES = 2
 LOADS = ((64, 0), (512, 0), (512, 50))  # requests in flight, milliseconds an engine takes
 OVER_FORWARDER = {(64, 0): 20, (512, 0): 25, (512, 50): 30}
 SETTLE_S = 15.0
-PEERS = ("forwarder", "ours", "sglang-router", "nginx", "peer")  # in the order of a round
-    "forwarder",
-    "ours",
-    "sglang-router",
-    "nginx",
-    "peer",
-)  # in the order of a round: whom to compare, side by side
+# In the order of a round: whom to compare, side by side.
+PEERS = ("forwarder", "ours", "sglang-router", "nginx", "peer")
 Round = dict[str, float]
 
 
