@@ -14,6 +14,8 @@ from router.proxy.service import Service
 
 _BACKLOG = 2048
 _SWEEP_S = 0.25
+# A turn of uvloop's loop accepts one client a listener; when turns are long, many clients at once would wait for many.
+_ACCEPTS = 16
 
 
 class Server:
@@ -26,7 +28,7 @@ class Server:
         self.connections: set[ClientConnection] = set()
         self._service = service
         self._address = (host, port)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
 
@@ -42,8 +44,7 @@ class Server:
     @property
     def port(self) -> int:
         """The port it listens on."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._servers[0].sockets[0].getsockname()[1])
 
     async def answer(self, request: ClientRequest, outlet: Outlet) -> Response | None:
         """See `Service.answer`."""
@@ -56,17 +57,18 @@ class Server:
             OSError: the address is taken, or is none of this machine's.
         """
         loop = asyncio.get_running_loop()
-        host, port = self._address
-        self._server = await loop.create_server(
-            lambda: ClientConnection(self), host, port, family=socket.AF_UNSPEC, backlog=_BACKLOG, reuse_address=True
-        )
+        with await _bound(*self._address) as bound:
+            self._servers = [
+                await loop.create_server(lambda: ClientConnection(self), sock=bound.dup(), backlog=_BACKLOG)
+                for _ in range(_ACCEPTS)
+            ]
         self._sweep = loop.call_later(_SWEEP_S, self._look)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more clients, let what is at work finish for so long, then end it."""
         self.draining = True
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in list(self.connections):
             connection.drain()
         try:
@@ -95,3 +97,17 @@ class Server:
         for connection in [connection for connection in self.connections if connection.deadline < now]:
             connection.expire()
         self._sweep = loop.call_later(_SWEEP_S, self._look)
+
+
+async def _bound(host: str, port: int) -> socket.socket:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setblocking(False)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
