@@ -166,22 +166,20 @@ class Router:
         return True
 
     async def vacated(self, upstream: str, timeout_s: float) -> None:
-        """Return once nothing is in flight on an upstream that was removed; what is after `timeout_s` is aborted, and
-        runs again elsewhere if it can.
+        """Return once everything that is in flight on an upstream now has ended; what is left of it after `timeout_s`
+        is aborted, and runs again elsewhere if it can.
         """
         slots = self._slots.get(upstream)
-        if slots is None or slots.targets or not slots.runs:
+        if slots is None:
             return
-        if slots.vacated is None:
-            slots.vacated = asyncio.Event()
-        vacated = slots.vacated
+        runs = frozenset(slots.runs)
         try:
             async with asyncio.timeout(timeout_s):
-                await vacated.wait()
+                await _ended(slots, runs)
         except TimeoutError:
-            for run in slots.runs:
+            for run in runs & slots.runs:
                 run.abort()
-            await vacated.wait()
+            await _ended(slots, runs)
 
     def stats(self) -> Stats:
         """Everything at this moment."""
@@ -328,9 +326,9 @@ class Router:
     def _freed(self, run: Run) -> None:
         slots = self._slots_of(run)
         slots.runs.discard(run)
-        if slots.vacated is not None and not slots.runs:
-            slots.vacated.set()
-            slots.vacated = None
+        if slots.freed is not None:
+            slots.freed.set()
+            slots.freed = None
         self._pump(slots)
         self._forget_if_idle(slots)
 
@@ -351,3 +349,9 @@ def _fault_of(run: Run, why: Broken | Reply) -> Fault:
         for secret in value.split():
             told = told.replace(secret, "***")
     return Fault(run.upstream.id, FaultKind.STATUS, f"{why.status} {told}".strip())
+
+
+async def _ended(slots: Slots, runs: frozenset[Run]) -> None:
+    while runs & slots.runs:
+        slots.freed = slots.freed or asyncio.Event()
+        await slots.freed.wait()

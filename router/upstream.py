@@ -83,7 +83,7 @@ class Slots:
     granted: int = 0
     answered: int = 0
     faulted: int = 0
-    vacated: asyncio.Event | None = None  # somebody waits for the last run to end
+    freed: asyncio.Event | None = None  # somebody waits for runs to end
 
     @property
     def in_flight(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,11 @@ class Target:
 
     upstreams: tuple[Upstream, ...] = ()
     vocab_size: int | None = None
+
+    @property
+    def ids(self) -> set[str]:
+        """Its upstreams'."""
+        return {upstream.id for upstream in self.upstreams}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,8 @@ class Targets:
         raise Refused(404, "no_target", f"there is no target {name!r}")
 
     def replace(self, table: Table) -> set[str]:
-        """Put a table in force; the ids of upstreams that it takes away. Requests of targets that are gone are ended,
-        those on an upstream that left its target finish.
+        """Put a table in force; the ids of upstreams that it takes away from a target. Requests of targets that are
+        gone are ended, those on an upstream that left its target finish.
         """
         before = {} if self._table is None else self._table.targets
         for name in before.keys() - table.targets.keys():
@@ -96,7 +101,7 @@ class Targets:
         while len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
         self._table = table
-        return _ids(before.values()) - _ids(table.targets.values())
+        return {id_ for name, target in before.items() for id_ in target.ids - table.targets.get(name, Target()).ids}
 
     def suspend(self) -> None:
         """Serve nothing until told again."""
@@ -151,20 +156,20 @@ class Follower:
         if table.version == self._known:
             return
         self._known = table.version
-        gone = self._targets.replace(table)
-        task = asyncio.get_running_loop().create_task(self._settle(table.version, gone, set(self._leaving)))
+        loop = asyncio.get_running_loop()
+        before = set(self._leaving)
+        for id_ in self._targets.replace(table):
+            before.add(self._keep(loop.create_task(self._router.vacated(id_, self._handover_s))))
+        self._keep(loop.create_task(self._settle(table.version, before)))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+        return task
 
-    async def _settle(self, version: int, gone: set[str], earlier: set[asyncio.Task[None]]) -> None:
-        """Once those before it are, and nothing is in flight on what left, the version is applied."""
-        if earlier:
-            await asyncio.wait(earlier)
-        for id_ in gone:
-            await self._router.vacated(id_, self._handover_s)
+    async def _settle(self, version: int, before: set[asyncio.Task[None]]) -> None:
+        """Once those before it are, and what was in flight on what left has ended, the version is applied."""
+        if before:
+            await asyncio.wait(before)
         if self._known >= version:
             self._applied = version
-
-
-def _ids(targets: Iterable[Target]) -> set[str]:
-    return {upstream.id for target in targets for upstream in target.upstreams}

@@ -103,6 +103,23 @@ async def test_an_upstream_is_let_go_of_once_nothing_is_in_flight_on_it_and_not_
         assert second < third
 
 
+async def test_an_upstream_that_changes_its_target_is_not_let_go_of_while_the_old_one_uses_it() -> None:
+    async with running("a", held=True) as a, following() as proxy:
+        first = proxy.owner.tell(lane=Target((a.fake.upstream,)), other=Target())
+        await proxy.owner.until_applied(first)
+        task = asyncio.create_task(proxy.router.post("lane", "/generate", b"{}", timeout_s=20))
+        await until(lambda: a.fake.in_flight == 1)
+        second = proxy.owner.tell(lane=Target(), other=Target((a.fake.upstream,)))
+        await until(lambda: proxy.router.stats().targets["other"].upstreams == ("a",))
+        more = asyncio.create_task(proxy.router.post("other", "/generate", b"{}", timeout_s=20))
+        await until(lambda: a.fake.in_flight == 2)
+        assert (await proxy.owner.report()).applied == first
+        proxy.router.remove("other", "a")
+        a.fake.open.set()
+        await asyncio.gather(task, more)
+        await proxy.owner.until_applied(second)
+
+
 async def test_what_does_not_finish_in_time_runs_again_elsewhere() -> None:
     async with running("a", held=True) as a, running("b") as b, following(handover_s=0.1) as proxy:
         await proxy.owner.until_applied(proxy.owner.tell(lane=Target((a.fake.upstream,))))
