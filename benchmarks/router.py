@@ -125,7 +125,7 @@ def _one(in_flight: int, seconds: float, urls: Sequence[str], pid: int | None) -
 
 def _judge(report: Report, found: dict[str, list[Round]], in_flight: int, delay_ms: int) -> None:
     load = f"{in_flight}@{delay_ms}ms"
-    for name in (*PEERS, "straight"):
+    for name in [name for name in (*PEERS, "straight") if name in found or name != "peer"]:
         report.figures[f"{load} {name}"] = _medians(found[name]) if name in found else None
     least = OVER_FORWARDER[in_flight, delay_ms]
     report.targets[f"{load} ours / forwarder, req/s"] = at_least(_ratio(found, "per_s", "forwarder"), least)
