@@ -6,6 +6,7 @@ Invariant: needs neither torch nor megatron, so a refusal comes before anything 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,40 @@ from typing import Any
 from eval_service.contract.errors import ConfigError
 
 FIELD = "model.hf_path"
-QWEN3 = "Qwen3ForCausalLM"
-SUPPORTED = (QWEN3,)
+QWEN3, QWEN2, LLAMA = "Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets one architecture apart from the others; `head_dim` None: hidden size by heads."""
+
+    qk_norm: bool
+    qkv_bias: bool
+    head_dim: int | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    QWEN3: Family(qk_norm=True, qkv_bias=False, head_dim=128),
+    QWEN2: Family(qk_norm=False, qkv_bias=True),
+    LLAMA: Family(qk_norm=False, qkv_bias=False),
+}
+SUPPORTED = tuple(FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions: `kind` is transformers' `rope_type`; the rest is read by the kind that has it."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+ROPE_KINDS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +64,10 @@ class Architecture:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     tied: bool
     qk_norm: bool
+    qkv_bias: bool
     dtype: str
 
 
@@ -78,16 +111,35 @@ def _rope(table: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": table.get("rope_theta", 10000.0), "rope_type": nested.get("type", "default"), **nested}
 
 
+def _read_rope(table: dict[str, Any]) -> Rope:
+    found = _rope(table)
+    return Rope(
+        theta=float(found["rope_theta"]),
+        kind=str(found["rope_type"]),
+        factor=float(found.get("factor", 1.0)),
+        low_freq_factor=float(found.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(found.get("high_freq_factor", 4.0)),
+        original_max_positions=int(found.get("original_max_position_embeddings", table["max_position_embeddings"])),
+    )
+
+
 def _refuse_features(table: dict[str, Any]) -> None:
     wanted = {
         "hidden_act": (table.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(table.get("attention_bias", False)), False),
         "use_sliding_window": (bool(table.get("use_sliding_window", False)), False),
-        "rope_type": (_rope(table)["rope_type"], "default"),
+        "mlp_bias": (bool(table.get("mlp_bias", False)), False),
+        "layer_types": (sorted({*table.get("layer_types", ()), "full_attention"}), ["full_attention"]),
+        "partial_rotary_factor": (float(_rope(table).get("partial_rotary_factor", 1.0)), 1.0),
     }
     for key, (value, only) in wanted.items():
         if value != only:
             raise ConfigError(f"config.json: {key} = {value!r} can't be trained", field=FIELD, hint=f"only {only!r}")
+    kind = _rope(table)["rope_type"]
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"config.json: rope_type = {kind!r} can't be trained", field=FIELD, hint=f"one of {', '.join(ROPE_KINDS)}"
+        )
     dtype = _dtype(table)
     if dtype not in DTYPES:
         raise ConfigError(f"config.json: dtype {dtype} can't be trained", field=FIELD, hint=f"one of {DTYPES}")
@@ -98,7 +150,7 @@ def _dtype(table: dict[str, Any]) -> str:
 
 
 def _architecture(name: str, table: dict[str, Any]) -> Architecture:
-    heads = int(table["num_attention_heads"])
+    heads, family = int(table["num_attention_heads"]), FAMILIES[name]
     return Architecture(
         name=name,
         num_layers=int(table["num_hidden_layers"]),
@@ -106,12 +158,13 @@ def _architecture(name: str, table: dict[str, Any]) -> Architecture:
         ffn_size=int(table["intermediate_size"]),
         num_heads=heads,
         num_kv_heads=int(table.get("num_key_value_heads") or heads),
-        head_dim=int(table.get("head_dim") or int(table["hidden_size"]) // heads),
+        head_dim=int(table.get("head_dim") or family.head_dim or int(table["hidden_size"]) // heads),
         vocab_size=int(table["vocab_size"]),
         max_positions=int(table["max_position_embeddings"]),
         norm_eps=float(table["rms_norm_eps"]),
-        rope_theta=float(_rope(table)["rope_theta"]),
+        rope=_read_rope(table),
         tied=bool(table.get("tie_word_embeddings", False)),
-        qk_norm=name == QWEN3,
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
         dtype=_dtype(table),
     )

@@ -1,8 +1,8 @@
 """The trainer's own checkpoints: `<save_dir>/step_<step>/` with one file a rank, and `save_hf` directories beside.
 
 Invariants: a directory under its final name is whole (written beside, synced, renamed); files hold tensors and plain
-values only and are read as such; nothing here ever deletes a `save_hf` directory, which lies at
-`<save_dir>/hf/<run>/step_<step>-<digest8>/` with the manifest and marker of a snapshot.
+values only and are read as such. A `save_hf` directory lies at `<save_dir>/hf/<run>/step_<step>-<digest8>/`, with the
+manifest and marker of a snapshot; nothing here ever deletes one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from eval_service.contract.errors import ConfigError
-from eval_service.contract.snapshot import Published, SnapshotWriter
-from trainer.weights import Weights, exporter_name
+from trainer.parallel import Channel
 
 FIELD = "train.save_dir"
 _META = "meta.json"
@@ -34,6 +33,11 @@ class CheckpointStore:
     directory: Path
     run: str
 
+    @property
+    def hf_root(self) -> Path:
+        """The root of the `save_hf` directories."""
+        return self.directory / "hf"
+
     def latest(self) -> int | None:
         """The step of the newest checkpoint; None: there is none."""
         if not self.directory.is_dir():
@@ -41,25 +45,29 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / _META).is_file())
         return max((int(match[1]) for match in found if match), default=None)
 
-    def save(self, step: int, rank: str, state: dict[str, Any]) -> Path:
-        """Publish a checkpoint.
+    def save(self, step: int, label: str | None, state: dict[str, Any], channel: Channel) -> Path:
+        """Publish a checkpoint; every rank calls this.
 
         Args:
-            rank: names this rank's part of the model.
+            label: names this rank's part of the model; None: another rank saves the same.
             state: tensors and plain values.
         """
         target = self.directory / f"step_{step}"
-        partial = self.directory / f".partial-{uuid.uuid4().hex}"
-        partial.mkdir(parents=True)
+        partial = self.directory / channel.broadcast(f".partial-{uuid.uuid4().hex}")
+        partial.mkdir(parents=True, exist_ok=True)
         try:
-            torch.save(state, partial / f"{rank}.pt")
-            (partial / _META).write_text(json.dumps({"run": self.run, "step": step, "format_version": 1}))
-            for path in partial.iterdir():
-                _sync(path)
-            partial.rename(target)
+            if label is not None:
+                torch.save(state, partial / f"{label}.pt")
+                _sync(partial / f"{label}.pt")
+            channel.gather(None)  # every part is there
+            if channel.rank == 0:
+                (partial / _META).write_text(json.dumps({"run": self.run, "step": step, "format_version": 1}))
+                _sync(partial / _META)
+                partial.rename(target)
+                _sync(self.directory)
+            channel.gather(None)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        _sync(self.directory)
         return target
 
     def load(self, step: int, rank: str) -> dict[str, Any]:
@@ -75,16 +83,6 @@ class CheckpointStore:
             raise ConfigError(
                 f"{path} can't be read: {exc}", field=FIELD, hint="name another directory, or set train.resume = false"
             ) from exc
-
-    def save_hf(self, step: int, weights: Weights) -> Published:
-        """Publish the weights as a Hugging Face directory; the same weights again are the same directory.
-
-        Raises:
-            OSError: as the file system has it; what was written of it is removed.
-        """
-        with SnapshotWriter(self.directory / "hf", self.run, step, exporter_name()) as writer:
-            weights.fill(writer)
-            return writer.publish(canary=weights.canary(), dispatch=())
 
 
 def _sync(path: Path) -> None:

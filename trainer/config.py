@@ -74,7 +74,9 @@ class TrainSection(Section):
     eps: float = Field(default=1e-8, gt=0)
     clip_grad: float | None = Field(default=1.0, gt=0, description="norm; None: no clipping")
     seed: int = Field(default=0, ge=0)
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of parameters and activations; main parameters are always float32"
+    )
     threads: int | None = Field(default=None, ge=1, description="of torch; None: as torch has it")
     save_interval: int | None = Field(default=None, ge=1, description="steps; None: the last step alone")
     save_dir: Path | None = Field(default=None, description="default <output_dir>/checkpoints")
@@ -87,6 +89,26 @@ class TrainSection(Section):
             raise ValueError(f"micro_batch_size: {self.micro_batch_size} must divide global_batch_size")
         if self.min_lr > self.lr:
             raise ValueError("min_lr: must not be above lr")
+        return self
+
+
+class ParallelSection(Section):
+    """`[parallel]`: how the model is cut over ranks; what is left over of the ranks is data parallel."""
+
+    tensor: int = Field(default=1, ge=1, description="ranks that share each layer")
+    pipeline: int = Field(default=1, ge=1, description="stages, one after another")
+    sequence_parallel: bool = Field(default=False, description="cut the sequence too, between the layers")
+    first_stage_layers: int | None = Field(default=None, ge=1, description="None: as many as the others")
+    last_stage_layers: int | None = Field(default=None, ge=1, description="None: as many as the others")
+    vocab_multiple: int = Field(default=1, ge=1, description="pad the vocabulary to a multiple of this and of `tensor`")
+    recompute: bool = Field(default=False, description="activations are computed again in the backward pass")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel: needs parallel.tensor > 1")
+        if self.pipeline == 1 and (self.first_stage_layers or self.last_stage_layers):
+            raise ValueError("first_stage_layers: and last_stage_layers need parallel.pipeline > 1")
         return self
 
 
@@ -104,6 +126,9 @@ class EvalSection(Section):
     max_engines: int | None = Field(default=None, ge=1)
     skip_eval_before_train: bool = False
     reserve_timeout_s: float = Field(default=600.0, ge=0, description="how long backpressure may hold a step")
+    buffer_timeout_s: float = Field(
+        default=60.0, ge=0, description="how long a step may wait for the last export to leave the buffer"
+    )
     drain_timeout_s: float = Field(default=600.0, ge=0)
     on_timeout: OnTimeout = OnTimeout.LEAVE
     progress_interval_s: float = Field(
@@ -134,6 +159,7 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection
     train: TrainSection
+    parallel: ParallelSection = ParallelSection()
     eval: EvalSection = EvalSection()
     fleet: LaunchConfig = LaunchConfig()
 

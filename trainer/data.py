@@ -50,6 +50,11 @@ class Batch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        parts = (self.token_ids, self.labels, self.loss_mask, self.position_ids)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
@@ -117,9 +122,10 @@ def encode(messages: Sequence[dict[str, str]], tokenizer: ChatTokenizer, max_len
     return Example(tuple(ids[:max_length]), tuple(learn[:max_length]))
 
 
-def collate(examples: Sequence[Example]) -> Batch:
-    """Pad on the right to the longest; what follows a conversation is never attended to by it, nor counted."""
-    length = max(len(example.token_ids) for example in examples)
+def collate(examples: Sequence[Example], *, length: int | None = None) -> Batch:
+    """Pad on the right to the longest, or to `length` tokens of input; what follows a conversation is never attended
+    to by it, nor counted."""
+    length = 1 + length if length is not None else max(len(example.token_ids) for example in examples)
     ids = torch.zeros((len(examples), length), dtype=torch.long)
     learn = torch.zeros((len(examples), length))
     for row, example in enumerate(examples):
@@ -128,12 +134,6 @@ def collate(examples: Sequence[Example]) -> Batch:
     tokens = ids[:, :-1].contiguous()
     positions = torch.arange(length - 1).expand_as(tokens)
     return Batch(tokens, ids[:, 1:].contiguous(), learn[:, 1:].contiguous(), positions)
-
-
-def micro_batches(examples: Sequence[Example], size: int) -> Iterator[Batch]:
-    """A step's examples as forward passes of `size` conversations."""
-    for first in range(0, len(examples), size):
-        yield collate(examples[first : first + size])
 
 
 def _examples(path: Path, tokenizer: ChatTokenizer, max_length: int) -> Iterator[Example]:

@@ -1,4 +1,7 @@
-"""Drain: what was kept is sent, then the service is waited for, under one deadline; a receipt in any case."""
+"""Drain: the exporter is joined, what was kept is sent, then the service is waited for, under one deadline.
+
+There is a receipt in any case.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ def drain(
     """
     link, log, section = hook.link, hook.log, hook.config.eval
     until = clock() + section.drain_timeout_s
+    if not hook.join(section.drain_timeout_s):
+        log.write("export_abandoned", detail="an export was still being written at the drain's deadline")
     log.write("drain_begin", planned=len(hook.planned))
     link.stop()
     for path in link.outbox.unreadable():

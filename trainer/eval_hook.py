@@ -2,6 +2,7 @@
 
 Invariants: nothing here stops training, every failure becomes a recorded end of the point; a reservation comes before
 its export is paid for, except where an earlier launch left a snapshot of the step: then content is compared first.
+Of an export the training thread makes the copy and the canary; writing, publishing and dispatching happen behind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from eval_service.contract.errors import EvalfleetError, SnapshotFault, Unavailable
-from eval_service.contract.manifest import Canary
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
@@ -23,14 +23,11 @@ from trainer.cadence import Point
 from trainer.config import RunConfig
 from trainer.crash import crash_point
 from trainer.service_link import ServiceLink
+from trainer.stager import Staged, Stager
 from trainer.steplog import StepLog
 from trainer.stopping import Stopped
 from trainer.traces import Traces, find_traces
-from trainer.weights import Weights, exporter_name
-
-
-class ExportFailed(Exception):
-    """The snapshot could not be written; what was written of it is removed."""
+from trainer.weights import ExportFailed, exporter_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +49,52 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Written:
-    """A snapshot in its partial directory."""
+class Stall:
+    """What a step has waited for, in seconds: all of it, but for the canary, which is a cost of its own."""
 
-    writer: SnapshotWriter
-    canary: Canary | None
-    digest: str
-    export_s: float
-    canary_s: float
+    began: float
+    ended: float | None = None
+    canary_s: float | None = None
+
+    def seconds(self, now: float) -> float:
+        """Up to now, if it has not ended."""
+        return max(0.0, (self.ended if self.ended is not None else now) - self.began - (self.canary_s or 0.0))
+
+
+@dataclass(slots=True)
+class Export:
+    """One on its way: what is written, for whom, and what it has cost."""
+
+    point: Point
+    traces: Traces
+    staged: Staged
+    stall: Stall
+    ticket: Ticket | None
+    export_s: float = 0.0
+    digest: str = ""
 
 
 @dataclass(slots=True)
 class EvalHook:
-    """Evaluates points of one run.
+    """Evaluates points of one run; on rank 0 alone.
 
     Args:
-        weights: writes the weights of now; needed where points are exported.
+        stager: exports the weights of now; needed where points are exported.
         checkpoint: gives the step's own `save_hf` directory; needed where points reuse it.
     """
 
     config: RunConfig
     link: ServiceLink
     log: StepLog
-    weights: Weights | None = None
+    stager: Stager | None = None
     checkpoint: Callable[[int], Given] | None = None
     clock: Callable[[], float] = time.monotonic
     planned: list[PlannedPoint] = field(default_factory=list)
     skipped: list[PlannedPoint] = field(default_factory=list)
-    began: float = 0.0
+    granted: set[str] = field(default_factory=set)  # reservations that the trainer granted itself, and under way
 
     def evaluate(self, point: Point, *, base: Path | None = None, if_lacking: bool = False) -> None:
-        """Have a point evaluated.
+        """Have a point evaluated; what is exported is only copied here, the rest is behind.
 
         Args:
             base: the directory to evaluate, for a base model; else the weights of now.
@@ -90,27 +102,35 @@ class EvalHook:
         """
         planned = [PlannedPoint(step=point.step, suite=suite) for suite in self.config.eval.suites]
         self.planned += [entry for entry in planned if entry not in self.planned]
-        self.began = self.clock()
-        try:
-            self._evaluate(point, base, if_lacking)
+        with self._recorded(point.step):
+            self._evaluate(point, Stall(self.clock()), base, if_lacking)
             self.link.nudge()
-        except Stopped:
-            self.log.write("eval_skipped", step=point.step, reason=Reason.BUSY, detail="stopped while waiting for room")
-        except Exception as exc:  # noqa: BLE001 - the edge: training goes on, the log says what became of the point
-            self.log.write("eval_failed", step=point.step, detail=f"{type(exc).__name__}: {exc}")
 
-    def _evaluate(self, point: Point, base: Path | None, if_lacking: bool) -> None:
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for what is behind; tells whether all of it has ended."""
+        return self.stager is None or self.stager.background.join(timeout_s)
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            self.log.write("eval_skipped", step=step, reason=Reason.BUSY, detail="stopped while waiting for room")
+        except Exception as exc:  # noqa: BLE001 - the edge: training goes on, the log says what became of the point
+            self.log.write("eval_failed", step=step, detail=f"{type(exc).__name__}: {exc}")
+
+    def _evaluate(self, point: Point, stall: Stall, base: Path | None, if_lacking: bool) -> None:
         here = self.link.flush()
         traces = find_traces(self.link.client if here else None, self.config.run.root, self.config.run.name, point.step)
         if if_lacking and self._has_all(traces):
             self.log.write("eval_known", step=point.step)
         elif base is not None:
-            self._evaluate_given(point, traces, lambda: Given(base, Source.CALLER))
+            self._evaluate_given(point, traces, stall, lambda: Given(base, Source.CALLER))
         elif self.config.reuses and self.checkpoint is not None:
             checkpoint = self.checkpoint
-            self._evaluate_given(point, traces, lambda: checkpoint(point.step))
+            self._evaluate_given(point, traces, stall, lambda: checkpoint(point.step))
         else:
-            self._evaluate_export(point, traces)
+            self._evaluate_export(point, traces, stall)
 
     def _has_all(self, traces: Traces) -> bool:
         if traces.ledger is None:  # it can't be asked; what is published will be found by the service's scan
@@ -119,10 +139,10 @@ class EvalHook:
 
     # --- a directory that is there already
 
-    def _evaluate_given(self, point: Point, traces: Traces, give: Callable[[], Given]) -> None:
+    def _evaluate_given(self, point: Point, traces: Traces, stall: Stall, give: Callable[[], Given]) -> None:
         try:
             given = give()
-        except (OSError, SnapshotFault) as exc:
+        except (OSError, SnapshotFault, ExportFailed) as exc:
             ticket = self._reserve(point, traces, self.config.eval.suites, Source.REUSE)
             self._export_failed(point, ticket, exc)
             return
@@ -133,88 +153,120 @@ class EvalHook:
             return
         ticket = self._reserve(point, traces, suites, given.source)
         if ticket is not None:
-            self._send(ticket, snapshot=str(given.path), digest=given.digest, **self._times(given.export_s))
+            times = {"export_s": given.export_s, "stall_s": stall.seconds(self.clock())}
+            self._send(ticket, snapshot=str(given.path), digest=given.digest, **times)
 
-    # --- an export
+    # --- an export: the step's part
 
-    def _evaluate_export(self, point: Point, traces: Traces) -> None:
-        with ExitStack() as stack:
-            written: Written | None = None
-            suites = self.config.eval.suites
-            if traces.has_snapshots:
-                written = self._write_early(stack, point, traces)
-                covered = traces.covered(digest=written.digest) if written else set()
-                suites = tuple(suite for suite in suites if suite not in covered)
-            if not suites:
-                self.log.write("eval_known", step=point.step)
-                return
-            ticket = self._room(point, traces, suites, written)
+    def _evaluate_export(self, point: Point, traces: Traces, stall: Stall) -> None:
+        if self.stager is None:
+            raise ExportFailed("there are no weights to export")
+        ticket = None
+        if not traces.has_snapshots:
+            ticket = self._reserve(point, traces, self.config.eval.suites, Source.STAGING)
             if ticket is None:
                 return
-            try:
-                written = written or stack.enter_context(self._write(point.step))
-                self._publish(ticket, written)
-            except ExportFailed as exc:
-                self._export_failed(point, ticket, exc)
-
-    def _write_early(self, stack: ExitStack, point: Point, traces: Traces) -> Written | None:
         try:
-            return stack.enter_context(self._write(point.step))
+            staged = self._stage(self.stager, point)
         except ExportFailed as exc:
-            self.log.write("export_retried", step=point.step, detail=str(exc))
-            return None
+            self._export_failed(point, ticket, exc)
+            return
+        if staged is None:
+            waited = f"the last export had not left the buffer within {self._patience_s(point):g} s"
+            self._give_up(point, ticket, Reason.BUSY, f"{waited} (eval.buffer_timeout_s)")
+            return
+        stall.canary_s = staged.canary_s if staged.canary else None
+        stall.ended = self.clock()
+        self.log.write("eval_staged", step=point.step, stall_s=stall.seconds(0.0), copy_s=staged.copy_s)
+        export = Export(point, traces, staged, stall, ticket)
+        self.stager.submit(lambda: self._finish(export))
 
-    def _room(self, point: Point, traces: Traces, suites: tuple[str, ...], written: Written | None) -> Ticket | None:
-        unsent = traces.unsent(written.digest) if written else None
-        if unsent is None:
-            return self._reserve(point, traces, suites, Source.STAGING)
-        # Published by a launch that died before it could say so: the same points, over the bound if need be.
-        return Ticket(unsent.model_copy(update={"snapshot": None, "digest": None, "deferred": True}))
-
-    @contextmanager
-    def _write(self, step: int) -> Iterator[Written]:
-        if self.weights is None:
-            raise ExportFailed("there are no weights to export")
+    def _stage(self, stager: Stager, point: Point) -> Staged | None:
         run = self.config.run
-        with ExitStack() as stack:
-            try:
-                started = self.clock()
-                writer = stack.enter_context(SnapshotWriter(run.root, run.name, step, exporter_name()))
-                crash_point("in_export", step)
-                self.weights.fill(writer)
-                digest = writer.digest()
-                filled = self.clock()
-                canary = self.weights.canary()
-                written = Written(writer, canary, digest, filled - started, self.clock() - filled)
-            except Exception as exc:
-                raise ExportFailed(f"{type(exc).__name__}: {exc}") from exc
-            yield written
+        writer = SnapshotWriter(run.root, run.name, point.step, exporter_name())
+        return stager.stage(writer, self._patience_s(point))
 
-    def _publish(self, ticket: Ticket, written: Written) -> None:
-        canary_s = written.canary_s if written.canary else None
-        request = ticket.request.model_copy(update={**self._times(written.export_s, canary_s), "wait_s": None})
-        started = self.clock()
+    def _patience_s(self, point: Point) -> float:
+        # A forced point is not dropped for want of a buffer that will be free.
+        section = self.config.eval
+        return max(section.buffer_timeout_s, section.drain_timeout_s if point.force else 0.0)
+
+    # --- an export: behind
+
+    def _finish(self, export: Export) -> None:
+        with self._recorded(export.point.step):
+            try:
+                with ExitStack() as stack:
+                    # Not entered: whatever goes wrong with the directory, every rank must come to `fill`.
+                    stack.push(export.staged.writer)
+                    self._fill(export)
+                    if self._still_wanted(export):
+                        self._publish(export)
+            except ExportFailed as exc:
+                self._export_failed(export.point, export.ticket, exc)
+            self.link.nudge()
+
+    def _fill(self, export: Export) -> None:
+        assert self.stager is not None
+        began = self.clock()
+        self.stager.weights.fill(export.staged.writer)
         try:
-            published = written.writer.publish(canary=written.canary, dispatch=[request.model_dump(mode="json")])
+            export.digest = export.staged.writer.digest()
         except (OSError, SnapshotFault) as exc:
             raise ExportFailed(str(exc)) from exc
-        publish_s = self.clock() - started
-        step, digest = request.step, published.manifest.digest
-        self.log.write("eval_exported", step=step, snapshot=str(published.path), digest=digest, reused=published.reused)
-        crash_point("after_publish", step)
-        times = self._times(written.export_s + publish_s, canary_s)
-        self._send(ticket, snapshot=str(published.path), digest=digest, **times)
+        export.export_s = export.staged.copy_s + self.clock() - began
 
-    def _times(self, export_s: float | None, canary_s: float | None = None) -> dict[str, float | None]:
-        """All that this step has waited is its stall, but for the canary, which is a cost of its own."""
-        stall_s = max(0.0, self.clock() - self.began - (canary_s or 0.0))
-        return {"export_s": export_s, "canary_s": canary_s, "stall_s": stall_s}
+    def _still_wanted(self, export: Export) -> bool:
+        """Where an earlier launch left snapshots of this step, content decides; only then is room asked for."""
+        if export.ticket is not None:
+            return True
+        covered = export.traces.covered(digest=export.digest)
+        suites = tuple(suite for suite in self.config.eval.suites if suite not in covered)
+        if not suites:
+            self.log.write("eval_known", step=export.point.step)
+            return False
+        unsent = export.traces.unsent(export.digest)
+        if unsent is None:
+            export.ticket = self._reserve(export.point, export.traces, suites, Source.STAGING)
+        else:
+            # Published by a launch that died before it could say so: the same points, over the bound if need be.
+            update = {"snapshot": None, "digest": None, "deferred": True}
+            export.ticket = Ticket(unsent.model_copy(update=update))
+        return export.ticket is not None
+
+    def _publish(self, export: Export) -> None:
+        assert export.ticket is not None
+        request = export.ticket.request.model_copy(update={**self._times(export), "wait_s": None})
+        began = self.clock()
+        try:
+            published = export.staged.writer.publish(
+                canary=export.staged.canary, dispatch=[request.model_dump(mode="json")]
+            )
+        except (OSError, SnapshotFault) as exc:
+            raise ExportFailed(str(exc)) from exc
+        export.export_s += self.clock() - began
+        step, digest = request.step, published.manifest.digest
+        times = self._times(export)
+        self.log.write(
+            "eval_exported", step=step, snapshot=str(published.path), digest=digest, reused=published.reused, **times
+        )
+        crash_point("after_publish", step)
+        self._send(export.ticket, snapshot=str(published.path), digest=digest, **times)
+
+    def _times(self, export: Export) -> dict[str, float | None]:
+        stall = export.stall
+        return {"export_s": export.export_s, "canary_s": stall.canary_s, "stall_s": stall.seconds(self.clock())}
 
     def _export_failed(self, point: Point, ticket: Ticket | None, exc: Exception) -> None:
-        reason = Reason.EXPORT_FAILED
-        self.log.write("eval_failed", step=point.step, reason=reason, detail=str(exc))
+        self._give_up(point, ticket, Reason.EXPORT_FAILED, str(exc))
+
+    def _give_up(self, point: Point, ticket: Ticket | None, reason: Reason, detail: str) -> None:
+        if ticket is not None:
+            self.granted.discard(ticket.request.reservation)
+        event = "eval_skipped" if reason is Reason.BUSY else "eval_failed"
+        self.log.write(event, step=point.step, reason=reason, detail=detail)
         for known in ticket.points if ticket else ():
-            self.link.report(known, str(exc))
+            self.link.report(known, detail, reason)
 
     # --- reserve and dispatch
 
@@ -252,10 +304,12 @@ class EvalHook:
         return Ticket(request, waiting)
 
     def _grant_itself(self, request: DispatchRequest) -> Ticket | None:
-        if not request.force and self.link.unsent() >= self.config.eval.max_in_flight:
+        unsent = {kept.reservation for _, kept in self.link.outbox.pending()} | self.granted
+        if not request.force and len(unsent) >= self.config.eval.max_in_flight:
             self.skipped += [PlannedPoint(step=request.step, suite=suite) for suite in request.suites or ()]
             self.log.write("eval_skipped", step=request.step, reason=Reason.BUSY)
             return None
+        self.granted.add(request.reservation)
         return Ticket(request.model_copy(update={"deferred": True}))
 
     def _send(self, ticket: Ticket, **fields: Any) -> None:
@@ -264,13 +318,16 @@ class EvalHook:
             reply = self.link.client.dispatch(request)
         except Unavailable as exc:
             self.link.keep(request.model_copy(update={"deferred": True}))
+            self.granted.discard(request.reservation)
             self.log.write("eval_deferred", step=request.step, detail=str(exc))
             return
         except EvalfleetError as exc:
+            self.granted.discard(request.reservation)
             self.log.write("eval_refused", step=request.step, detail=str(exc))
             for known in ticket.points:  # they would wait for a snapshot until their reservation expires
-                self.link.report(known, f"the service refused the snapshot: {exc}")
+                self.link.report(known, f"the service refused the snapshot: {exc}", Reason.EXPORT_FAILED)
             return
+        self.granted.discard(request.reservation)
         points = {ref.suite: ref.id for ref in reply.points}
         self.log.write("eval_dispatched", step=request.step, outcome=reply.outcome, points=points)
         crash_point("after_dispatch", request.step)

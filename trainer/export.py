@@ -1,25 +1,33 @@
-"""A Hugging Face snapshot of the weights as they are now, through the contract's writer, with its canary.
+"""A Hugging Face snapshot of the weights, out of a host buffer, by all ranks together, with its canary.
 
-Invariant: the weights are written in the base model's own dtype and its other files are copied as they are, so an
-export of an untouched import has the import's tensors bit by bit, and the same digest each time.
+Invariants: the weights are written in the base model's own dtype and its other files are copied as they are, so an
+export of an untouched import has the import's tensors bit by bit, and the same digest each time and under each layout
+of ranks. No rank holds more than its own part and one tensor. A rank that fails goes on to take part, so that no other
+waits for it; then all agree that the export failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eval_service.contract.canary import canary_token_ids
+from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import Canary
 from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter
 from trainer import conversion
 from trainer.architecture import Architecture
+from trainer.buffer import HostBuffer
+from trainer.conversion import Rule
+from trainer.crash import crash_point
 from trainer.model import Model
+from trainer.weights import ExportFailed
 
 # What a model directory may hold beside its weights; anything else is somebody's note.
 MODEL_FILES = (
@@ -39,67 +47,190 @@ _DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One safetensors file: its rules, in order, and the rank that writes it."""
+
+    name: str
+    rules: tuple[Rule, ...]
+    writer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Who holds a tensor-parallel slice, and its shape."""
+
+    rank: int
+    tensor_rank: int
+    shape: tuple[int, ...]
+
+
 class Exporter:
     """Writes what the model holds; the files beside the weights come from the base model's directory."""
 
-    model: Model
-    hf_path: Path
-    with_canary: bool = True
-    max_file_bytes: int = MAX_FILE_BYTES
+    def __init__(
+        self, model: Model, hf_path: Path, *, with_canary: bool = True, max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        self._model = model
+        self._hf_path = hf_path
+        self._with_canary = with_canary
+        self._channel = model.ranks.export
+        self._dtype, self._label = _DTYPES[model.architecture.dtype]
+        self._slices = self._who_holds_what()
+        writers = sorted({held.rank for slices in self._slices.values() for held in slices})
+        self._plan = plan_files(model.architecture, max_file_bytes, writers)
+        self.buffer = HostBuffer(model.owned(), self._dtype)
 
-    def fill(self, writer: SnapshotWriter) -> None:
-        """Write weights and the other files; no more than one file's tensors are held at a time.
-
-        Raises:
-            OSError: as the file system has it (disk full, say).
-        """
-        state = dict(self.model.gpt.named_parameters())
-        shards = _shards(state, self.model.architecture, self.max_file_bytes)
-        tensors = conversion.to_hf(state, self.model.architecture)
-        dtype = self.model.architecture.dtype
-        for number, count in enumerate(shards, 1):
-            name = "model" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}"
-            taken = [tensor_data(*next(tensors), dtype) for _ in range(count)]
-            writer.add_weights(f"{name}.safetensors", taken)
-        for source in (self.hf_path / name for name in MODEL_FILES):
-            if source.is_file():
-                writer.add_file(source)
+    def stage(self) -> None:
+        """As `Weights.stage`."""
+        self.buffer.copy(self._model.owned())
 
     def canary(self) -> Canary | None:
-        """Log-probs of the fixed sequences, from the trainer's own forward pass; None where it is turned off."""
-        if not self.with_canary:
+        """As `Weights.canary`."""
+        if not self._with_canary:
             return None
-        ids = canary_token_ids(self.model.architecture.vocab_size)
-        logprobs = self.model.logprobs(torch.tensor(ids))
+        ids = canary_token_ids(self._model.architecture.vocab_size)
+        logprobs = self._model.logprobs(torch.tensor(ids))
         return Canary(
-            dtype=self.model.architecture.dtype,
+            dtype=self._model.dtype,
             token_ids=ids,
             logprobs=tuple(tuple(float(value) for value in row) for row in logprobs),
         )
 
+    def fill(self, writer: SnapshotWriter) -> None:
+        """As `Weights.fill`."""
+        fault = self._write_part(writer)
+        reports = self._channel.gather((fault, writer.files, writer.tensors))
+        faults = [(rank, found) for rank, (found, _, _) in enumerate(reports) if found]
+        if faults:
+            where = f"rank {faults[0][0]}: " if self._channel.world > 1 else ""
+            raise ExportFailed(f"{where}{faults[0][1]}")
+        if self._channel.rank == 0:
+            for _, files, tensors in reports[1:]:
+                writer.absorb(files, tensors)
+            self._add_model_files(writer)
 
-def tensor_data(name: str, tensor: Tensor, dtype: str) -> TensorData:
-    """A tensor's bytes in `dtype` (a name of torch's), for the writer."""
-    torch_dtype, label = _DTYPES[dtype]
-    held = tensor.detach().to("cpu", torch_dtype).contiguous()
-    return TensorData(name, label, tuple(held.shape), held.view(torch.uint8).numpy())
+    def _add_model_files(self, writer: SnapshotWriter) -> None:
+        try:
+            for source in (self._hf_path / name for name in MODEL_FILES):
+                if source.is_file():
+                    writer.add_file(source)
+        except OSError as exc:
+            raise ExportFailed(_told(exc)) from exc
+
+    def _write_part(self, writer: SnapshotWriter) -> str | None:
+        """Write this rank's files and send its slices to the others' writers; what went wrong, or None."""
+        fault: str | None = None
+        try:
+            writer.partial.mkdir(parents=True, exist_ok=True)
+            crash_point("in_export", writer.step)
+        except OSError as exc:
+            fault = _told(exc)
+        for file in self._plan:
+            if file.writer != self._channel.rank:
+                self._send(file)
+                continue
+            stream = _FileStream(self, file.rules)
+            try:
+                if fault is None:
+                    writer.add_weights(f"{file.name}.safetensors", list(stream.tensors()))
+            except (OSError, SnapshotFault) as exc:
+                fault = _told(exc)
+            stream.discard()
+        return fault
+
+    def _send(self, file: PlannedFile) -> None:
+        for rule in file.rules:
+            if any(held.rank == self._channel.rank for held in self._slices[rule.megatron]):
+                self._channel.send(self.buffer.views[rule.megatron], file.writer)
+
+    def collect(self, rule: Rule) -> list[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a rule, from all ranks that hold a slice of it."""
+        slices = [self._slice(rule, held) for held in self._slices[rule.megatron]]
+        parts = rule.split(conversion.assemble(slices, rule), self._model.architecture)
+        return list(zip(rule.hf, parts, strict=True))
+
+    def data_of(self, name: str, shape: tuple[int, ...], data: object) -> TensorData:
+        """A tensor for the writer, in the export's dtype."""
+        return TensorData(name, self._label, shape, data)
+
+    def shapes(self, rule: Rule) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of a rule's Hugging Face tensors."""
+        return conversion.hf_shapes(rule, self._model.architecture)
+
+    def _slice(self, rule: Rule, held: Slice) -> Tensor:
+        if held.rank == self._channel.rank:
+            return self.buffer.views[rule.megatron]
+        return self._channel.receive(torch.empty(held.shape, dtype=self._dtype), held.rank)
+
+    def _who_holds_what(self) -> dict[str, list[Slice]]:
+        place = self._model.place
+        mine = {name: (place.tensor, tuple(tensor.shape)) for name, tensor in self._model.owned().items()}
+        found: dict[str, list[Slice]] = {}
+        for rank, theirs in enumerate(self._model.ranks.main.gather(mine)):
+            for name, (tensor_rank, shape) in theirs.items():
+                found.setdefault(name, []).append(Slice(rank, tensor_rank, shape))
+        cut = {rule.megatron: rule.dim is not None for rule in conversion.rules_of(self._model.architecture)}
+        ordered = {name: sorted(slices, key=lambda held: held.tensor_rank) for name, slices in found.items()}
+        return {name: slices if cut[name] else slices[:1] for name, slices in ordered.items()}
 
 
-def _shards(state: dict[str, Tensor], architecture: Architecture, limit: int) -> list[int]:
-    """How many tensors go into each file, in order, so that none but a single huge tensor is above `limit` bytes."""
+class _FileStream:
+    """The tensors of one file, made one after another as they are written."""
+
+    def __init__(self, exporter: Exporter, rules: Sequence[Rule]) -> None:
+        self._exporter = exporter
+        self._rules = rules
+        self._taken = 0
+        self._parts: dict[str, Tensor] = {}
+
+    def tensors(self) -> Iterator[TensorData]:
+        """What the writer is to write; the bytes are made when it asks for them."""
+        for rule in self._rules:
+            for name, shape in self._exporter.shapes(rule):
+                yield self._exporter.data_of(name, shape, partial(self._bytes, name))
+
+    def discard(self) -> None:
+        """Take what was not written: other ranks send it in any case."""
+        while self._taken < len(self._rules):
+            self._take()
+
+    def _take(self) -> None:
+        self._parts = dict(self._exporter.collect(self._rules[self._taken]))
+        self._taken += 1
+
+    def _bytes(self, name: str) -> memoryview:
+        if name not in self._parts:
+            self._take()
+        tensor = self._parts.pop(name).contiguous()
+        if not all_finite(tensor):
+            raise SnapshotFault(f"{name} holds values that are not finite", field=name)
+        return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+def plan_files(architecture: Architecture, limit_bytes: int, writers: Sequence[int]) -> list[PlannedFile]:
+    """Cut the model into files of at most `limit_bytes` (but for one huge tensor), the writers taking turns."""
     item_bytes = _DTYPES[architecture.dtype][0].itemsize
-    counts: list[int] = []
+    groups: list[list[Rule]] = []
     held = 0
-    for size in _sizes(state, architecture, item_bytes):
-        if not counts or held + size > limit:
-            counts.append(0)
+    for rule in conversion.rules_of(architecture):
+        size = item_bytes * torch.Size(conversion.shape_of(rule, architecture)).numel()
+        if not groups or held + size > limit_bytes:
+            groups.append([])
             held = 0
-        counts[-1] += 1
+        groups[-1].append(rule)
         held += size
-    return counts
+    count = len(groups)
+    names = ["model"] if count == 1 else [f"model-{n:05d}-of-{count:05d}" for n in range(1, count + 1)]
+    return [
+        PlannedFile(name, tuple(rules), writers[n % len(writers)])
+        for n, (name, rules) in enumerate(zip(names, groups, strict=True))
+    ]
 
 
-def _sizes(state: dict[str, Tensor], architecture: Architecture, item_bytes: int) -> Iterator[int]:
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
-    for _, tensor in conversion.to_hf(shapes, architecture):
-        yield tensor.numel() * item_bytes
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is infinite or not a number: by the sum, which is quick, and one by one where it overflows."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+def _told(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"

@@ -7,7 +7,7 @@ the last step is always saved; drain comes before teardown, also after an except
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from trainer.data import Dataset
 from trainer.display import Display
 from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook, Given
+from trainer.stager import Stager
 from trainer.steplog import StepLog
 from trainer.stopping import StopFlag
 from trainer.training import Training
-from trainer.weights import Weights
+from trainer.weights import ExportFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +39,43 @@ class Loop:
     display: Display
     stop: StopFlag
     hook: EvalHook | None
+    stager: Stager | None = None  # None: nothing is trained, so there is one rank and nothing to export
 
     def before_training(self) -> None:
         """Evaluate what comes before the next step: the base model, the step resumed from, or a last one lacking."""
         for point in self.points:
-            if self.hook is None or point.step != self.start:
+            if point.step != self.start:
                 continue
             base = self.config.model.hf_path if point.step == 0 else None
-            self.hook.evaluate(point, base=base, if_lacking=point.kind is Kind.FINAL)
+            self._evaluate(point, base=base, if_lacking=point.kind is Kind.FINAL)
+            if self.hook is not None:
+                # Not a step's time: once a launch, so that its point is there before the next one's.
+                self.hook.join(self.config.eval.drain_timeout_s)
+
+    def _evaluate(self, point: Point, *, base: Path | None = None, if_lacking: bool = False) -> None:
+        """Rank 0 decides; the others do their part of whatever is exported."""
+        with self.stager.led() if self.stager is not None else nullcontext():
+            if self.hook is not None:
+                self.hook.evaluate(point, base=base, if_lacking=if_lacking)
+
+    @property
+    def _stops(self) -> bool:
+        """Some rank was asked to end; every rank asks at the same places."""
+        return self.stop.is_set if self.stager is None else self.stager.channel.any(self.stop.is_set)
 
     def train(self, training: Training, dataset: Dataset, saver: Saver) -> None:
         """Train until the last step or a stop."""
         due = {point.step: point for point in self.points}
         for step in range(self.start + 1, self.config.train.num_steps + 1):
-            if self.stop.is_set:
+            if self._stops:
                 self._stopped(step - 1, saver)
                 return
             self._train_step(step, training, dataset)
             point = due.get(step)
             if saver.is_due(step, point):
                 saver.save(step)
-            if point is not None and self.hook is not None and not self.stop.is_set:
-                self.hook.evaluate(point)
+            if point is not None and not self._stops:
+                self._evaluate(point)
 
     def _stopped(self, step: int, saver: Saver) -> None:
         self.log.write("stopped", step=step)
@@ -92,6 +108,8 @@ class Loop:
             if self.hook is not None:
                 receipt = drain(self.hook, output_dir=output_dir, on_progress=self.display.draining)
                 self.display.say(summary(receipt))
+            elif self.stager is not None:
+                self.stager.background.join(self.config.eval.drain_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +119,7 @@ class Saver:
     config: RunConfig
     store: CheckpointStore
     training: Training
-    weights: Weights
+    stager: Stager
     log: StepLog
     clock: Callable[[], float]
 
@@ -119,17 +137,23 @@ class Saver:
         """Save a step. A Hugging Face directory that can't be written costs its point, not the run."""
         started = self.clock()
         if self.config.train.save_hf:
-            try:
-                self.store.save_hf(step, self.weights)
-            except (OSError, SnapshotFault) as exc:
-                self.log.write("save_hf_failed", step=step, detail=str(exc))
+            self._save_hf(step)
         path = self.training.save(step, self.store)
         self.log.write("save", step=step, path=str(path), save_s=self.clock() - started)
         crash_point("after_save", step)
 
+    def _save_hf(self, step: int) -> None:
+        with self.stager.led():
+            if self.stager.channel.rank:
+                return
+            try:
+                self.stager.publish_now(self.store.hf_root, self.config.run.name, step)
+            except (OSError, SnapshotFault, ExportFailed) as exc:
+                self.log.write("save_hf_failed", step=step, detail=str(exc))
+
     def given(self, step: int) -> Given:
-        """The step's own Hugging Face directory; written now if its save has none."""
+        """The step's own Hugging Face directory; written now if its save has none. On rank 0, within `led`."""
         started = self.clock()
-        published = self.store.save_hf(step, self.weights)
+        published = self.stager.publish_now(self.store.hf_root, self.config.run.name, step)
         export_s = None if published.reused else self.clock() - started
         return Given(published.path, Source.REUSE, published.manifest.digest, export_s)

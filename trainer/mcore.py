@@ -21,16 +21,22 @@ def quiet() -> Iterator[None]:
 
 with quiet():
     from megatron.core import parallel_state
+    from megatron.core import utils as megatron_utils
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
+    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+    from megatron.core.tensor_parallel import mappings as tensor_parallel_mappings
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
     "DistributedDataParallel",
@@ -38,14 +44,23 @@ __all__ = [
     "GPTModel",
     "MegatronModule",
     "ModuleSpec",
+    "OptimizerConfig",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+    "megatron_utils",
+    "p2p_communication",
     "parallel_state",
     "param_and_grad_buffer",
     "quiet",
     "rotary_pos_embedding",
     "schedules",
+    "tensor_parallel_layers",
+    "tensor_parallel_mappings",
     "tensor_parallel_random",
 ]

@@ -1,13 +1,19 @@
-"""AdamW on megatron's `main_grad`, clipping, and the learning rate as a pure function of the step."""
+"""The optimizer, clipping, and the learning rate as a pure function of the step.
+
+On GPUs it is megatron's, distributed over the data-parallel ranks; it can't be built without CUDA, so on the CPU it is
+torch's AdamW on megatron's `main_grad`. Both keep float32 main parameters where the model is in bfloat16.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainer.config import TrainSection
+from trainer.mcore import OptimizerConfig, get_megatron_optimizer, parallel_state, quiet
+from trainer.model import DTYPES, Model
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
@@ -20,15 +26,108 @@ def learning_rate(step: int, config: TrainSection) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-class Optimizer:
+class Optimizer(Protocol):
+    """What a training step asks of an optimizer. `sharded`: each data-parallel rank holds a part of its state."""
+
+    sharded: bool
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Apply the accumulated gradients; returns the rate and the gradients' norm before clipping. Collective."""
+
+    def reload(self) -> None:
+        """The parameters were set from outside: main copies follow them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of this rank."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+
+
+def build_optimizer(model: Model, config: TrainSection) -> Optimizer:
+    """Megatron's on GPUs, torch's on the CPU."""
+    if model.ranks.device.type == "cuda":
+        return MegatronOptimizer(model, config)
+    return HostOptimizer(model, config)
+
+
+class MegatronOptimizer:
+    """Megatron's distributed Adam, with float32 main parameters cut over the data-parallel ranks."""
+
+    sharded = True
+
+    def __init__(self, model: Model, config: TrainSection) -> None:
+        self._config = config
+        self._settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad or 0.0,
+            bf16=model.dtype == "bfloat16",
+            params_dtype=DTYPES[model.dtype],
+            use_distributed_optimizer=True,
+        )
+        with quiet():
+            self._optimizer = get_megatron_optimizer(self._settings, [model.ddp])
+
+    def step(self, step: int) -> tuple[float, float]:
+        """As `Optimizer.step`."""
+        rate = learning_rate(step, self._config)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        with quiet():
+            _, norm, _ = self._optimizer.step()
+            self._optimizer.zero_grad()
+        return rate, float(norm or 0.0)
+
+    def reload(self) -> None:
+        """As `Optimizer.reload`."""
+        self._optimizer.reload_model_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Optimizer.state_dict`: the shard of this data-parallel rank, as torch's optimizer has it."""
+        return {
+            "inner": [part.optimizer.state_dict() for part in self._parts()],
+            "main": [[[main.detach() for main in group] for group in _mains(part)] for part in self._parts()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Optimizer.load_state_dict`."""
+        for part, inner, mains in zip(self._parts(), state["inner"], state["main"], strict=True):
+            part.optimizer.load_state_dict(inner)
+            for group, held in zip(_mains(part), mains, strict=True):
+                for main, value in zip(group, held, strict=True):
+                    main.copy_(value)
+
+    def _parts(self) -> list[Any]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+
+def _mains(part: Any) -> list[list[torch.Tensor]]:
+    """The float32 shards of parameters that the model holds in bfloat16."""
+    return [[main for main in group if main is not None] for group in part.shard_fp32_from_float16_groups]
+
+
+class HostOptimizer:
     """torch's AdamW over the parameters that megatron accumulates gradients for."""
 
-    def __init__(self, ddp: Any, config: TrainSection) -> None:
+    sharded = False
+
+    def __init__(self, model: Model, config: TrainSection) -> None:
         self._config = config
-        self._ddp = ddp
-        self._params = [param for param in ddp.parameters() if param.requires_grad]
-        decayed = [param for param in self._params if param.ndim >= 2]
-        plain = [param for param in self._params if param.ndim < 2]
+        self._params = [param for param in model.ddp.parameters() if param.requires_grad]
+        self._counts = [_counts(param, model.place.tensor) for param in self._params]
+        # In float32 the main parameters are the parameters.
+        self._main = [
+            param if param.dtype is torch.float32 else param.detach().float().requires_grad_() for param in self._params
+        ]
+        decayed = [param for param in self._main if param.ndim >= 2]
+        plain = [param for param in self._main if param.ndim < 2]
         self._adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             lr=config.lr,
@@ -37,28 +136,57 @@ class Optimizer:
             foreach=True,
         )
 
-    def zero_grad(self) -> None:
-        """Start a step."""
-        self._ddp.zero_grad_buffer()
-
     def step(self, step: int) -> tuple[float, float]:
-        """Apply the accumulated gradients; returns the rate and the gradients' norm before clipping."""
+        """As `Optimizer.step`."""
         rate = learning_rate(step, self._config)
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        for param in self._params:
-            param.grad = param.main_grad
-        limit = self._config.clip_grad if self._config.clip_grad is not None else math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self._params, limit))
+        for param, main in zip(self._params, self._main, strict=True):
+            main.grad = param.main_grad
+        norm = self._norm()
+        if self._config.clip_grad is not None and norm > self._config.clip_grad:
+            torch._foreach_mul_([main.grad for main in self._main], self._config.clip_grad / (norm + 1e-6))
         self._adamw.step()
-        for param in self._params:
-            param.grad = None
+        for param, main in zip(self._params, self._main, strict=True):
+            main.grad = None
+            if main is not param:
+                param.data.copy_(main.data)
         return rate, norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return self._adamw.state_dict()
+    @torch.no_grad()
+    def reload(self) -> None:
+        """As `Optimizer.reload`."""
+        for param, main in zip(self._params, self._main, strict=True):
+            if main is not param:
+                main.copy_(param)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `Optimizer.state_dict`."""
+        mains = [main.detach() for param, main in zip(self._params, self._main, strict=True) if main is not param]
+        return {"adamw": self._adamw.state_dict(), "main": mains}
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's."""
-        self._adamw.load_state_dict(state)
+        """As `Optimizer.load_state_dict`."""
+        self._adamw.load_state_dict(state["adamw"])
+        pairs = zip(self._params, self._main, strict=True)
+        for main, held in zip([main for param, main in pairs if main is not param], state["main"], strict=True):
+            main.copy_(held)
+
+    def _norm(self) -> float:
+        grads = [
+            main.grad for main, counts in zip(self._main, self._counts, strict=True) if counts and main.grad is not None
+        ]
+        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1)
+        total = torch.linalg.vector_norm(norms) ** 2
+        group = parallel_state.get_model_parallel_group()
+        if torch.distributed.get_world_size(group) > 1:
+            torch.distributed.all_reduce(total, group=group)
+        return float(total.sqrt())
+
+
+def _counts(param: Any, tensor_rank: int) -> bool:
+    """Whether this rank's gradient of it goes into the norm: no copy of what another rank counts."""
+    if getattr(param, "shared", False):
+        return False
+    return tensor_rank == 0 or bool(getattr(param, "tensor_model_parallel", False))

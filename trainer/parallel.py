@@ -1,14 +1,18 @@
-"""The process group and megatron's view of it.
+"""The process group, megatron's view of it, and what the ranks agree on beside it.
 
-Invariant: one rank, for now; more are refused by name. Everything else asks this module which rank it is, so that
-tensor and pipeline parallelism come in here.
+Invariants: who is which rank is asked here and nowhere else. A `Channel` is for host values and host memory, over gloo,
+also where training runs on NCCL; each has a group of its own, and one thread alone uses it, so that what the exporter
+sends in the background never meets what the training step sends.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -16,43 +20,179 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from eval_service.contract.errors import ConfigError
 from trainer import cpu_megatron
+from trainer.config import ParallelSection
 from trainer.mcore import parallel_state, tensor_parallel_random
 
+_Value = TypeVar("_Value")
+TIMEOUT = timedelta(minutes=30)
 
-def check_world() -> None:
-    """Refuse a launch over several ranks.
+
+def world_size() -> int:
+    """How many ranks this launch has, before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """Which rank this process is, before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def check_world(config: ParallelSection) -> None:
+    """Hold the number of ranks against the layout.
 
     Raises:
-        ConfigError: WORLD_SIZE is not 1.
+        ConfigError: the ranks don't divide by tensor x pipeline.
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        raise ConfigError(f"{world} ranks can't be trained yet", field="WORLD_SIZE", hint="start one process")
+    needed = config.tensor * config.pipeline
+    if world_size() % needed:
+        raise ConfigError(
+            f"{world_size()} ranks don't divide by tensor x pipeline = {needed}",
+            field="parallel",
+            hint=f"start a multiple of {needed} with torchrun --nproc-per-node, or change parallel.tensor or .pipeline",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """Agreement of all ranks over host values. Every method but `send` and `receive` is collective."""
+
+    group: Any
+    rank: int = 0
+    world: int = 1
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, everywhere."""
+        if self.world == 1:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Every rank's value, by rank, everywhere."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is true on every rank."""
+        return all(self.gather(flag))
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some rank."""
+        return flag if self.world == 1 else bool(self.sum(torch.tensor([int(flag)])).item())
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place, of a host tensor."""
+        if self.world > 1:
+            distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous host tensor to a rank that receives it."""
+        distributed.send(tensor, to, group=self.group)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Fill a contiguous host tensor with what a rank sends."""
+        distributed.recv(tensor, source, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the others. `main` is the training thread's channel, `export` the exporter's."""
+
+    main: Channel
+    export: Channel
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """It decides, logs and talks to the service."""
+        return self.main.rank == 0
 
 
 @contextmanager
-def parallel_session(seed: int, threads: int | None) -> Iterator[None]:
-    """Hold the process group (gloo on the CPU) and megatron's groups; both are ended on the way out."""
-    check_world()
+def parallel_session(config: ParallelSection, *, seed: int, threads: int | None) -> Iterator[Ranks]:
+    """Hold the process group (gloo on the CPU) and megatron's groups; all are ended on the way out."""
+    check_world(config)
     cpu_megatron.install()
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    device = _device()
+    _init_process_group("gloo" if device.type == "cpu" else "nccl")
     try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-        if torch.cuda.is_available():
+        with _megatron(config, seed, device):
+            yield Ranks(_channel(), _channel(), device)
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _megatron(config: ParallelSection, seed: int, device: torch.device) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+    )
+    try:
+        if device.type == "cuda":
             tensor_parallel_random.model_parallel_cuda_manual_seed(seed)
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
-def is_rank_zero() -> bool:
-    """Whether this process decides, logs and talks to the service."""
-    return distributed.get_rank() == 0
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(backend: str) -> None:
+    if world_size() == 1:
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        distributed.init_process_group(backend, timeout=TIMEOUT)
+
+
+def _channel() -> Channel:
+    world = distributed.get_world_size()
+    group = distributed.new_group(backend="gloo", timeout=TIMEOUT) if world > 1 else None
+    return Channel(group, distributed.get_rank(), world)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the layout."""
+
+    tensor: int
+    tensor_world: int
+    data: int
+    data_world: int
+    first_stage: bool
+    last_stage: bool
+
+    @classmethod
+    def here(cls) -> Place:
+        """Ask megatron."""
+        return cls(
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_world=parallel_state.get_tensor_model_parallel_world_size(),
+            data=parallel_state.get_data_parallel_rank(),
+            data_world=parallel_state.get_data_parallel_world_size(),
+            first_stage=parallel_state.is_pipeline_first_stage(),
+            last_stage=parallel_state.is_pipeline_last_stage(),
+        )
+
+
+def share_of(items: Sequence[_Value], place: Place) -> Sequence[_Value]:
+    """A data-parallel rank's share of a batch: consecutive items, the same number for each."""
+    each = len(items) // place.data_world
+    return items[place.data * each : (place.data + 1) * each]
 
 
 def rank_label() -> str:

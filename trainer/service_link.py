@@ -11,6 +11,7 @@ import threading
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, Unavailable
 from eval_service.contract.outbox import Outbox
+from eval_service.contract.states import Reason
 from eval_service.contract.wire import DispatchRequest, RunSpec
 from trainer.config import RunConfig
 from trainer.steplog import StepLog
@@ -29,7 +30,7 @@ class ServiceLink:
         self._progress_interval_s = config.eval.progress_interval_s
         self._log = log
         self._announced = False
-        self._reports: list[tuple[str, str]] = []
+        self._reports: list[tuple[str, str, Reason]] = []
         self._lock = threading.Lock()
         self._step: int | None = None
         self._ending = False
@@ -62,9 +63,9 @@ class ServiceLink:
         """Tell the step now, and not at the next turn."""
         self._wake.set()
 
-    def report(self, point: str, detail: str) -> None:
-        """A reserved point's export failed; told again later if the service is away."""
-        self._reports.append((point, detail))
+    def report(self, point: str, detail: str, reason: Reason) -> None:
+        """A reserved point gets no snapshot; told again later if the service is away."""
+        self._reports.append((point, detail, reason))
         self.flush()
 
     def keep(self, request: DispatchRequest) -> None:
@@ -104,9 +105,9 @@ class ServiceLink:
 
     def _send_reports(self) -> None:
         while self._reports:
-            point, detail = self._reports[0]
+            point, detail, reason = self._reports[0]
             try:
-                self.client.report(point, detail)
+                self.client.report(point, detail, reason)
             except Unavailable:
                 raise
             except EvalfleetError as exc:

@@ -5,10 +5,12 @@ Invariant: everything that can be refused is refused in `prepare`, before a proc
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eval_service.contract import names
@@ -16,18 +18,21 @@ from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError
 from trainer import cadence
 from trainer.architecture import FIELD, Architecture, read_architecture
+from trainer.background import Background
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig, resolved_json
 from trainer.data import Dataset, load_dataset
 from trainer.display import Display
 from trainer.eval_hook import EvalHook
 from trainer.export import Exporter
+from trainer.layout import buffer_bytes, check_layout, check_memory, megabytes
 from trainer.loop import Loop, Saver
-from trainer.parallel import check_world, parallel_session
+from trainer.parallel import check_world, launched_rank, parallel_session, world_size
 from trainer.service_link import ServiceLink
+from trainer.stager import Stager
 from trainer.steplog import StepLog
 from trainer.stopping import EXIT_CODE, StopFlag
-from trainer.training import build_training
+from trainer.training import Training, build_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,15 @@ class Prepared:
     dataset: Dataset | None
     start: int | None
     points: tuple[cadence.Point, ...]
+    buffer_bytes: int
 
     @property
     def description(self) -> str:
         """The resolved settings and the plan, for people."""
         begin = "fresh run" if self.start is None else f"resumes from step {self.start}"
         steps = f"{begin}; trains to step {self.config.train.num_steps}"
-        return f"{resolved_json(self.config)}\n{steps}\nplan: {cadence.describe(self.points)}"
+        buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
+        return f"{resolved_json(self.config)}\n{steps}\n{buffer}\nplan: {cadence.describe(self.points)}"
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -54,8 +61,11 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigError: names what can't work.
     """
-    check_world()
+    check_world(config.parallel)
     architecture = read_architecture(config.model.hf_path)
+    stages = check_layout(config, architecture, world_size())
+    buffer = buffer_bytes(config, architecture, stages)
+    check_memory(buffer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     store = CheckpointStore(config.save_dir, config.run.name)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
@@ -67,23 +77,24 @@ def prepare(config: RunConfig) -> Prepared:
         steps_per_epoch=dataset.steps_per_epoch if dataset else None,
         skip_eval_before_train=config.eval.skip_eval_before_train,
     )
-    return Prepared(config, architecture, dataset, start, points)
+    return Prepared(config, architecture, dataset, start, points, buffer)
 
 
 def run(prepared: Prepared) -> int:
     """Train and evaluate; returns the exit code."""
-    config, start = prepared.config, prepared.start or 0
-    _save_plan(prepared)
+    config, start, leads = prepared.config, prepared.start or 0, launched_rank() == 0
+    if leads:
+        _save_plan(prepared)
     stop = StopFlag()
     with ExitStack() as stack:
-        log = StepLog(config.output_dir / "steps.jsonl")
+        log = StepLog(config.output_dir / ("steps.jsonl" if leads else f"ranks/{launched_rank()}.jsonl"))
         stack.callback(log.close)
         stack.callback(log.write, "teardown")
         log.write("start", start=start, num_steps=config.train.num_steps, resumed=prepared.start is not None)
-        display = Display(start, config.train.num_steps)
+        display = Display(start, config.train.num_steps) if leads else Display(0, 0, io.StringIO())
         stack.callback(display.close)
         stack.enter_context(stop.installed())
-        hook = _hook(config, log, stop, stack)
+        hook = _hook(config, log, stop, stack) if leads else None
         loop = Loop(config, start, prepared.points, log, display, stop, hook)
         if config.train.num_steps == 0:
             with loop.drained(config.output_dir):
@@ -96,18 +107,25 @@ def run(prepared: Prepared) -> int:
 def _run_model(prepared: Prepared, loop: Loop) -> None:
     config = prepared.config
     store = CheckpointStore(config.save_dir, config.run.name)
-    with parallel_session(config.train.seed, config.train.threads):
-        training = build_training(prepared.architecture, config.model.hf_path, config.train)
+    with parallel_session(config.parallel, seed=config.train.seed, threads=config.train.threads) as ranks:
+        training = build_training(prepared.architecture, config.model.hf_path, config.train, ranks, config.parallel)
         if prepared.start is not None:
             training.load(prepared.start, store)
-        weights = Exporter(training.model, config.model.hf_path, config.eval.canary)
-        saver = Saver(config, store, training, weights, loop.log, time.monotonic)
+        stager = _stager(prepared, training)
+        saver = Saver(config, store, training, stager, loop.log, time.monotonic)
+        loop = replace(loop, stager=stager)
         if loop.hook is not None:
-            loop.hook.weights, loop.hook.checkpoint = weights, saver.given
+            loop.hook.stager, loop.hook.checkpoint = stager, saver.given
         with loop.drained(config.output_dir):
             loop.before_training()
             if prepared.dataset is not None:
                 loop.train(training, prepared.dataset, saver)
+
+
+def _stager(prepared: Prepared, training: Training) -> Stager:
+    config, ranks = prepared.config, training.model.ranks
+    weights = Exporter(training.model, config.model.hf_path, with_canary=config.eval.canary)
+    return Stager(weights, ranks.main, Background())
 
 
 def _hook(config: RunConfig, log: StepLog, stop: StopFlag, stack: ExitStack) -> EvalHook | None:

@@ -1,15 +1,16 @@
-"""The training state: model, optimizer and data of one rank; it takes steps and goes into checkpoints and back."""
+"""The training state: this rank's model, optimizer and data; it takes steps and goes into checkpoints and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from eval_service.contract.errors import ConfigError
@@ -17,12 +18,12 @@ from trainer import conversion
 from trainer.architecture import FIELD, Architecture
 from trainer.checkpoint import FIELD as SAVE_FIELD
 from trainer.checkpoint import CheckpointStore
-from trainer.config import TrainSection
-from trainer.data import Batch, Dataset, micro_batches
+from trainer.config import ParallelSection, TrainSection
+from trainer.data import Batch, Dataset, Example, collate
 from trainer.mcore import get_forward_backward_func, quiet
 from trainer.model import Model, build_model
-from trainer.optim import Optimizer
-from trainer.parallel import rank_label
+from trainer.optim import Optimizer, build_optimizer
+from trainer.parallel import Ranks, rank_label, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +41,65 @@ class Training:
     """Everything that a step changes."""
 
     config: TrainSection
+    parallel: ParallelSection
     model: Model
     optimizer: Optimizer
 
     def step(self, step: int, dataset: Dataset) -> StepResult:
-        """Train step `step` (from 1)."""
-        examples = dataset.of_step(step)
-        self.optimizer.zero_grad()
+        """Train step `step` (from 1). Collective."""
+        examples = share_of(dataset.of_step(step), self.model.place)
+        size = self.config.micro_batch_size
+        length = self._length(dataset.of_step(step))
+        self.model.ddp.zero_grad_buffer()
         with quiet():
             losses = get_forward_backward_func()(
                 forward_step_func=_forward,
-                data_iterator=micro_batches(examples, self.config.micro_batch_size),
+                data_iterator=self._batches(examples, length),
                 model=[self.model.ddp],
-                num_microbatches=len(examples) // self.config.micro_batch_size,
-                seq_length=max(len(example.token_ids) for example in examples) - 1,
-                micro_batch_size=self.config.micro_batch_size,
+                num_microbatches=len(examples) // size,
+                seq_length=length,
+                micro_batch_size=size,
             )
         rate, norm = self.optimizer.step(step)
-        tokens = sum(int(entry["tokens"]) for entry in losses)
-        return StepResult(sum(float(entry["loss"]) for entry in losses) / max(tokens, 1), rate, norm, tokens)
+        loss, tokens = self._total(losses)
+        return StepResult(loss / max(tokens, 1), rate, norm, int(tokens))
+
+    def _length(self, examples: list[Example]) -> int:
+        """Tokens of a row, the same for every micro-batch, as pipeline stages and sequence parallelism want it."""
+        multiple = self.parallel.tensor if self.parallel.sequence_parallel else 1
+        longest = max(len(example.token_ids) for example in examples) - 1
+        return -(-longest // multiple) * multiple
+
+    def _batches(self, examples: Any, length: int) -> Iterator[Batch]:
+        for first in range(0, len(examples), self.config.micro_batch_size):
+            batch = collate(examples[first : first + self.config.micro_batch_size], length=length)
+            yield batch.to(self.model.ranks.device)
+
+    def _total(self, losses: list[dict[str, Tensor]]) -> tuple[float, float]:
+        """Summed loss and tokens of the whole batch, from the ranks that know a share of it."""
+        place = self.model.place
+        knows = place.last_stage and place.tensor == 0
+        mine = torch.zeros(2, dtype=torch.float64)
+        if knows:
+            mine[0] = torch.stack([entry["loss"] for entry in losses]).double().sum().cpu()
+            mine[1] = torch.stack([entry["tokens"] for entry in losses]).double().sum().cpu()
+        total = self.model.ranks.main.sum(mine)
+        return float(total[0]), float(total[1])
 
     def save(self, step: int, store: CheckpointStore) -> Path:
-        """Publish a checkpoint of now."""
+        """Publish a checkpoint of now. Collective."""
         state = {
             "step": step,
-            "model": {name: param.detach() for name, param in self.model.gpt.named_parameters()},
+            "model": {name: param.detach() for name, param in self.model.parameters().items()},
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
-        return store.save(step, rank_label(), state)
+        saves = self.optimizer.sharded or self.model.place.data == 0
+        return store.save(step, self._label() if saves else None, state, self.model.ranks.main)
+
+    def _label(self) -> str:
+        """Names this rank's part of the checkpoint."""
+        return rank_label() + (f"_dp{self.model.place.data:02d}" if self.optimizer.sharded else "")
 
     def load(self, step: int, store: CheckpointStore) -> None:
         """Go on from a checkpoint.
@@ -76,9 +107,9 @@ class Training:
         Raises:
             ConfigError: it can't be read, or is of another model.
         """
-        state = store.load(step, rank_label())
+        state = store.load(step, self._label())
         try:
-            load_parameters(self.model, state["model"])
+            _load_parameters(self.model.parameters(), state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["rng"])
         except (KeyError, ValueError, RuntimeError) as exc:
@@ -89,34 +120,47 @@ class Training:
             ) from exc
 
 
-def build_training(architecture: Architecture, hf_path: Path, config: TrainSection) -> Training:
+def build_training(
+    architecture: Architecture,
+    hf_path: Path,
+    config: TrainSection,
+    ranks: Ranks,
+    parallel: ParallelSection | None = None,
+) -> Training:
     """Model and optimizer at step 0, with the weights of a Hugging Face directory."""
-    model = build_model(architecture)
-    state = conversion.to_megatron(read_weights(hf_path), architecture)
+    parallel = parallel or ParallelSection()
+    model = build_model(architecture, ranks, parallel, config.dtype)
+    load_hf(model, hf_path)
+    return Training(config, parallel, model, build_optimizer(model, config))
+
+
+def load_hf(model: Model, hf_path: Path) -> None:
+    """Fill a model from a directory's safetensors files; no more than one megatron tensor is held at a time.
+
+    Raises:
+        ConfigError: a tensor is missing, foreign, or of another shape.
+    """
+    with ExitStack() as stack:
+        held: dict[str, Any] = {}
+        for path in sorted(hf_path.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            held.update(dict.fromkeys(file.keys(), file))
+        conversion.check_names(held, model.architecture)
+        for rule in conversion.rules_of(model.architecture):
+            _load_rule(model, rule, held)
+
+
+def _load_rule(model: Model, rule: conversion.Rule, held: Mapping[str, Any]) -> None:
     try:
-        load_parameters(model, state)
-    except (RuntimeError, KeyError) as exc:
+        tensors = [held[name].get_tensor(name) for name in rule.hf]
+        model.load(rule, rule.join(tensors, model.architecture))
+    except RuntimeError as exc:
         raise ConfigError(f"weights and config.json disagree: {exc}", field=FIELD, hint="is it complete?") from exc
-    return Training(config, model, Optimizer(model.ddp, config))
-
-
-def read_weights(hf_path: Path) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors files, by name."""
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(hf_path.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
 
 
 @torch.no_grad()
-def load_parameters(model: Model, state: dict[str, Tensor]) -> None:
-    """Copy into the parameters, in their dtype; names and shapes must be the same.
-
-    Raises:
-        KeyError: a parameter that is missing.
-        RuntimeError: a shape that differs.
-    """
-    for name, param in model.gpt.named_parameters():
+def _load_parameters(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, param in params.items():
         if state[name].shape != param.shape:
             raise RuntimeError(f"{name} is {tuple(state[name].shape)}, not {tuple(param.shape)}")
         param.copy_(state[name])

@@ -1,4 +1,4 @@
-"""What the eval hook asks of the model: to write its weights of now, and to vouch for them. Needs no torch."""
+"""What the eval hook asks of the model: to copy its weights of now, to vouch for them, and to write them out later."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from eval_service.contract.manifest import Canary
 from eval_service.contract.snapshot import SnapshotWriter
 
 
+class ExportFailed(Exception):
+    """The snapshot could not be written, on this rank or another."""
+
+
 class Weights(Protocol):
-    """What can write the weights of now into a snapshot."""
+    """The weights of a model. On several ranks each method is called by all of them."""
 
-    def fill(self, writer: SnapshotWriter) -> None:
-        """Write weights, config and tokenizer.
-
-        Raises:
-            OSError: as the file system has it (disk full, say).
-        """
+    def stage(self) -> None:
+        """Copy the weights of now into the buffer: all that a training step waits for."""
 
     def canary(self) -> Canary | None:
         """Log-probs of the fixed sequences from the trainer's own forward pass; None where they are turned off."""
+
+    def fill(self, writer: SnapshotWriter) -> None:
+        """Write what was staged, with config and tokenizer; runs in the background.
+
+        Raises:
+            ExportFailed: some rank could not write its part (disk full, say), or a tensor is not finite.
+        """
 
 
 def exporter_name() -> str:

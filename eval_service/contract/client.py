@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
 from eval_service.contract.names import check_run
+from eval_service.contract.states import Reason
 from eval_service.contract.wire import (
     DispatchReply,
     DispatchRequest,
@@ -118,9 +119,10 @@ class EvalClient:
                     raise
                 self._sleep(min(_PACE_S, left))
 
-    def report(self, point: str, detail: str) -> PointView:
-        """A reserved point's export failed."""
-        return self._call(PointView, "POST", f"/points/{point}/report", body=PointReport(detail=detail[:4000]))
+    def report(self, point: str, detail: str, reason: Reason = Reason.EXPORT_FAILED) -> PointView:
+        """A reserved point gets no snapshot: its export failed, or (`busy`) the exporter never had room for it."""
+        body = PointReport.model_validate({"reason": reason, "detail": detail[:4000]})
+        return self._call(PointView, "POST", f"/points/{point}/report", body=body)
 
     def drain(
         self,

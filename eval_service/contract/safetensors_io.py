@@ -52,12 +52,13 @@ Watch = Callable[[TensorSpan, bytes], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """A tensor to be written: `data` is C-contiguous little-endian bytes of `shape` x `dtype`."""
+    """A tensor to be written: `data` is C-contiguous little-endian bytes of `shape` x `dtype`, or gives them when its
+    turn comes (so that no more than one tensor need be held)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: Any  # anything with the buffer protocol
+    data: Any  # anything with the buffer protocol, or a callable that returns that
 
     @property
     def size_bytes(self) -> int:
@@ -79,7 +80,7 @@ def write_safetensors(path: Path, tensors: Sequence[TensorData]) -> tuple[FileEn
     with path.open("xb") as file:
         file.write(header)
         for tensor in tensors:
-            view = _bytes_of(tensor.data)
+            view = _bytes_of(tensor.data() if callable(tensor.data) else tensor.data)
             if view.nbytes != tensor.size_bytes:
                 raise ValueError(f"{tensor.name} has {view.nbytes} bytes; {tensor.dtype} {tensor.shape} wants others")
             own = xxhash.xxh3_128()

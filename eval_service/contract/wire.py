@@ -265,9 +265,9 @@ class SamplePage(Wire):
 
 
 class PointReport(Wire):
-    """`POST /points/{id}/report`: the export of a reserved point failed."""
+    """`POST /points/{id}/report`: a reserved point gets no snapshot, since its export failed or never had its turn."""
 
-    reason: Literal[Reason.EXPORT_FAILED] = Reason.EXPORT_FAILED
+    reason: Literal[Reason.EXPORT_FAILED, Reason.BUSY] = Reason.EXPORT_FAILED
     detail: str = Field(default="", max_length=4000)
 
 

@@ -24,6 +24,7 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+AGAIN_S = 10.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
@@ -37,6 +38,7 @@ class Housekeeping:
         self._next_scan = 0.0
         self._next_leftovers = 0.0
         self._collect = True
+        self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def something_settled(self) -> None:
@@ -51,7 +53,7 @@ class Housekeeping:
             self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + LEFTOVERS_EVERY_S
-        if self._collect and self._start("collect", self._collect_settled):
+        if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
     async def close(self) -> None:
@@ -73,6 +75,10 @@ class Housekeeping:
             await work()
         except (EvalfleetError, OSError) as exc:
             log.warning("%s: %s; it is tried again", name, exc)
+            if work == self._collect_settled:
+                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
+        except Exception:
+            log.exception("%s; it is tried again with the next occasion", name)
 
     # --- what nobody sent
 

@@ -56,8 +56,8 @@ def get_samples(
 
 @routes.post("/points/{id}/report", responses=ASKED)
 async def report(id: str, told: PointReport, services: Given, response: Response) -> PointView:
-    """A reserved point's export failed: the controller ends it as `skipped: export_failed`."""
-    numbers = await asyncio.to_thread(services.orders.report_export_failed, id, told.detail)
+    """A reserved point gets no snapshot: the controller ends it as `skipped`, for the reason told."""
+    numbers = await asyncio.to_thread(services.orders.report_export_failed, id, told.detail, told.reason)
     return await _answer(services, id, numbers, response)
 
 

@@ -15,6 +15,7 @@ from eval_service.ledger.turn import END_STATES, Turn
 _ENDED_BY: dict[Command, tuple[PointState, Reason]] = {
     Command.GIVE_WAY: (PointState.SKIPPED, Reason.BUSY),
     Command.EXPORT_FAILED: (PointState.SKIPPED, Reason.EXPORT_FAILED),
+    Command.EXPORTER_BUSY: (PointState.SKIPPED, Reason.BUSY),
     Command.CANCEL: (PointState.CANCELLED, Reason.USER),
 }
 

@@ -20,6 +20,7 @@ class Command(StrEnum):
 
     GIVE_WAY = "give_way"  # overflow `latest`: a later point takes its place in the bound
     EXPORT_FAILED = "export_failed"
+    EXPORTER_BUSY = "exporter_busy"
     CANCEL = "cancel"
     RETRY = "retry"
 
@@ -86,6 +87,7 @@ def _snapshot_is_gone(row: Mapping[Any, Any]) -> tuple[str, str | None] | None:
 _OBJECTIONS = {
     Command.GIVE_WAY: _to_giving_way,
     Command.EXPORT_FAILED: _to_report,
+    Command.EXPORTER_BUSY: _to_report,
     Command.CANCEL: _to_cancel,
     Command.RETRY: _to_retry,
 }

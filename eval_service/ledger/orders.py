@@ -12,7 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection, RowMapping, select, update
 
 from eval_service.contract.errors import Conflict, NotFound
-from eval_service.contract.states import PointState
+from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import LeftPoint, PointRef, RunCommandReply
 from eval_service.ledger.commands import Command, give, objection, with_snapshot
 from eval_service.ledger.database import Database
@@ -38,14 +38,17 @@ class Orders:
 
     # --- a point
 
-    def report_export_failed(self, point: str, detail: str) -> tuple[int, ...]:
-        """Say that a reserved point's export failed; one that was skipped meanwhile is left as it is.
+    def report_export_failed(self, point: str, detail: str, reason: Reason = Reason.EXPORT_FAILED) -> tuple[int, ...]:
+        """Say that a reserved point gets no snapshot: its export failed, or (`busy`) its turn never came.
+
+        One that was skipped meanwhile is left as it is.
 
         Raises:
             NotFound: no such point.
             Conflict: it is not reserved (any more).
         """
-        return self._order(Command.EXPORT_FAILED, point, detail, already=PointState.SKIPPED)
+        kind = Command.EXPORTER_BUSY if reason is Reason.BUSY else Command.EXPORT_FAILED
+        return self._order(kind, point, detail, already=PointState.SKIPPED)
 
     def cancel(self, point: str) -> tuple[int, ...]:
         """Take a point back; one that is cancelled is left as it is.

@@ -164,7 +164,7 @@ class StubService:
 
     def _report(self, point_id: str, body: Any) -> PointView:
         point = next(point for point in self.points if point.id == point_id)
-        return self._replace(point, state=PointState.SKIPPED, reason=Reason.EXPORT_FAILED, detail=body["detail"])
+        return self._replace(point, state=PointState.SKIPPED, reason=Reason(body["reason"]), detail=body["detail"])
 
     def _drain(self, request: DrainRequest) -> Receipt:
         self.drains.append(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,29 +19,45 @@ TEMPLATE = (
 )
 
 
-def build_tiny_model(directory: Path, *, tied: bool = True, hidden_size: int = 64, seed: int = 0) -> Path:
+def build_tiny_model(
+    directory: Path,
+    *,
+    family: str = "qwen3",
+    tied: bool = True,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    seed: int = 0,
+    **settings: Any,
+) -> Path:
     """Save model, tokenizer and generation config with transformers; returns the directory."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    import transformers
+    from transformers import GenerationConfig
 
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
+    prefix = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
+    shape = {} if family == "qwen2" else {"head_dim": hidden_size // 4}
+    config = getattr(transformers, f"{prefix}Config")(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden_size // 4,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype="float32",
+        **{**shape, **settings},
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(".bias"):  # transformers sets them to zero, where nobody could see them missing
+                param.normal_(std=0.1)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -15,7 +15,7 @@ from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
 from eval_service.suites.config import DatasetConfig, SamplingConfig, SuiteConfig
 from eval_service.suites.suite import load_suites
-from trainer.config import DataSection, EvalSection, ModelSection, RunSection, TrainSection, load_run
+from trainer.config import DataSection, EvalSection, ModelSection, ParallelSection, RunSection, TrainSection, load_run
 from trainer.launch import LaunchConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "`[model]`": ModelSection,
     "`[data]`": DataSection,
     "`[train]`": TrainSection,
+    "`[parallel]`": ParallelSection,
     "`[eval]`": EvalSection,
     "`[fleet]`": LaunchConfig,
 }

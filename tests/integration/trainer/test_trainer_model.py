@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,21 +18,21 @@ from eval_service.contract.snapshot import SnapshotWriter
 from tests.support.tiny_model import EOS, build_tiny_model, write_chats
 from trainer import conversion, cpu_megatron, mcore
 from trainer.architecture import read_architecture
-from trainer.config import TrainSection
+from trainer.config import ParallelSection, TrainSection
 from trainer.data import Dataset, encode, load_dataset
 from trainer.export import Exporter
 from trainer.model import Model, build_model
-from trainer.parallel import parallel_session
-from trainer.training import Training, build_training, load_parameters, read_weights
+from trainer.parallel import Ranks, check_world, parallel_session
+from trainer.training import Training, build_training, load_hf
 
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
     """One process group for the module."""
-    with parallel_session(seed=0, threads=1):
-        yield
+    with parallel_session(ParallelSection(), seed=0, threads=1) as held:
+        yield held
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -40,10 +41,15 @@ def hf_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return build_tiny_model(tmp_path_factory.mktemp("hf"), tied=request.param, seed=3)
 
 
-def _loaded(hf_dir: Path) -> Model:
-    architecture = read_architecture(hf_dir)
-    model = build_model(architecture)
-    load_parameters(model, conversion.to_megatron(read_weights(hf_dir), architecture))
+@pytest.fixture
+def model(hf_dir: Path, ranks: Ranks) -> Model:
+    """What is in `hf_dir`, in megatron."""
+    return _loaded(hf_dir, ranks)
+
+
+def _loaded(hf_dir: Path, ranks: Ranks, **parallel: Any) -> Model:
+    model = build_model(read_architecture(hf_dir), ranks, ParallelSection(**parallel))
+    load_hf(model, hf_dir)
     return model
 
 
@@ -54,14 +60,15 @@ def _hf_logprobs(directory: Path, ids: torch.Tensor) -> torch.Tensor:
     return table.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def test_megatron_gives_the_log_probs_of_transformers(hf_dir: Path) -> None:
+def test_megatron_gives_the_log_probs_of_transformers(hf_dir: Path, model: Model) -> None:
     ids = torch.tensor(canary_token_ids(46))
-    difference = (_loaded(hf_dir).logprobs(ids) - _hf_logprobs(hf_dir, ids)).abs().max()
+    difference = (model.logprobs(ids) - _hf_logprobs(hf_dir, ids)).abs().max()
     assert difference < 1e-5
 
 
-def test_an_export_of_an_untouched_import_is_the_import_bit_by_bit(hf_dir: Path, tmp_path: Path) -> None:
-    exporter = Exporter(_loaded(hf_dir), hf_dir)
+def test_an_export_of_an_untouched_import_is_the_import_bit_by_bit(hf_dir: Path, model: Model, tmp_path: Path) -> None:
+    exporter = Exporter(model, hf_dir)
+    exporter.stage()
     digests = set()
     for step in (1, 2):
         with SnapshotWriter(tmp_path, "run", step, "test") as writer:
@@ -76,12 +83,15 @@ def test_an_export_of_an_untouched_import_is_the_import_bit_by_bit(hf_dir: Path,
         assert (published.path / name).read_bytes() == (hf_dir / name).read_bytes()
 
 
-def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path, tmp_path: Path) -> None:
-    training = build_training(read_architecture(hf_dir), hf_dir, TrainSection(num_steps=3, lr=1e-2))
+def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
+    training = build_training(
+        read_architecture(hf_dir), hf_dir, TrainSection(num_steps=3, lr=1e-2, micro_batch_size=2), ranks
+    )
     dataset = _dataset(hf_dir, tmp_path, global_batch_size=4)
     for step in (1, 2, 3):
         training.step(step, dataset)
     exporter = Exporter(training.model, hf_dir, max_file_bytes=60_000)
+    exporter.stage()
     with SnapshotWriter(tmp_path, "run", 3, "test") as writer:
         exporter.fill(writer)
         digest = writer.digest()
@@ -96,14 +106,16 @@ def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path,
     assert AutoTokenizer.from_pretrained(published.path).eos_token == EOS
 
 
-def test_a_bfloat16_model_trained_in_float32_is_exported_in_its_own_dtype(tmp_path: Path) -> None:
+def test_a_bfloat16_model_trained_in_float32_is_exported_in_its_own_dtype(ranks: Ranks, tmp_path: Path) -> None:
     hf_dir = build_tiny_model(tmp_path / "hf")
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(hf_dir / "model.safetensors").items()}
     save_file(weights, hf_dir / "model.safetensors", metadata={"format": "pt"})
     config = hf_dir / "config.json"
     config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     with SnapshotWriter(tmp_path, "run", 1, "test") as writer:
-        Exporter(_loaded(hf_dir), hf_dir).fill(writer)
+        exporter = Exporter(_loaded(hf_dir, ranks), hf_dir)
+        exporter.stage()
+        exporter.fill(writer)
         exported = load_file(writer.partial / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
@@ -111,26 +123,26 @@ def test_a_bfloat16_model_trained_in_float32_is_exported_in_its_own_dtype(tmp_pa
 
 def test_missing_and_foreign_tensors_are_refused_by_name(hf_dir: Path) -> None:
     architecture = read_architecture(hf_dir)
-    tensors = read_weights(hf_dir)
+    tensors = load_file(hf_dir / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         conversion.to_megatron({name: t for name, t in tensors.items() if name != "model.norm.weight"}, architecture)
     with pytest.raises(ConfigError, match=r"model\.visual\.weight"):
         conversion.to_megatron({**tensors, "model.visual.weight": torch.zeros(1)}, architecture)
 
 
-def test_micro_batches_do_not_change_a_step(hf_dir: Path, tmp_path: Path) -> None:
+def test_micro_batches_do_not_change_a_step(hf_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
     dataset = _dataset(hf_dir, tmp_path, global_batch_size=8)
     outcomes = []
     for size in (8, 2):
-        training = _training(hf_dir, micro_batch_size=size)
+        training = _training(hf_dir, ranks, micro_batch_size=size)
         results = [training.step(step, dataset) for step in (1, 2)]
         outcomes.append([(result.loss, result.grad_norm, float(result.tokens)) for result in results])
     assert torch.allclose(torch.tensor(outcomes[0]), torch.tensor(outcomes[1]), rtol=1e-4)
 
 
-def test_loss_is_the_mean_over_the_assistants_tokens_alone(hf_dir: Path, tmp_path: Path) -> None:
+def test_loss_is_the_mean_over_the_assistants_tokens_alone(hf_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
     dataset = _dataset(hf_dir, tmp_path, global_batch_size=2)
-    result = _training(hf_dir, micro_batch_size=1).step(1, dataset)
+    result = _training(hf_dir, ranks, micro_batch_size=1).step(1, dataset)
     total, count = 0.0, 0
     for example in dataset.of_step(1):
         logprobs = _hf_logprobs(hf_dir, torch.tensor([example.token_ids]))[0]
@@ -154,17 +166,17 @@ def test_the_tokenizers_own_template_is_learnt_up_to_the_eos(hf_dir: Path) -> No
     assert tokenizer.decode(learnt) == f"ab{EOS}c{EOS}"
 
 
-def test_the_cpu_shim_leaves_torch_as_it_is() -> None:
+def test_the_cpu_shim_leaves_torch_as_it_is(ranks: Ranks) -> None:
     assert cpu_megatron.install() is not torch.cuda.is_available()
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     assert mcore.schedules.torch.zeros([], device="cuda").device.type == "cpu"
 
 
-def test_more_than_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 ranks"), parallel_session(seed=0, threads=None):
-        pass
+def test_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 ranks"):
+        check_world(ParallelSection(tensor=2))
 
 
 def _dataset(hf_dir: Path, tmp_path: Path, *, global_batch_size: int) -> Dataset:
@@ -173,6 +185,6 @@ def _dataset(hf_dir: Path, tmp_path: Path, *, global_batch_size: int) -> Dataset
     return load_dataset(path, tokenizer, max_length=64, seed=0, global_batch_size=global_batch_size)
 
 
-def _training(hf_dir: Path, *, micro_batch_size: int) -> Training:
+def _training(hf_dir: Path, ranks: Ranks, *, micro_batch_size: int) -> Training:
     config = TrainSection(num_steps=4, lr=1e-3, global_batch_size=8, micro_batch_size=micro_batch_size)
-    return build_training(read_architecture(hf_dir), hf_dir, config)
+    return build_training(read_architecture(hf_dir), hf_dir, config, ranks)

@@ -73,7 +73,7 @@ def test_the_resolved_config_loads_again(path: Path) -> None:
         ("train.min_lr=1.0", "train.min_lr"),
         ("train.micro_batch_size=7", "train.micro_batch_size"),
         ("train.save_interval=0", "train.save_interval"),
-        ("train.dtype=bfloat16", "train.dtype"),
+        ("train.dtype=float16", "train.dtype"),
         ("eval.interval=0", "eval.interval"),
         ("eval.interval=none", "eval.interval"),
         ("eval.suites=[]", "eval.suites"),
@@ -169,9 +169,9 @@ def _model(directory: Path, **changes: Any) -> Path:
 
 
 def test_rope_theta_is_read_from_either_place(tmp_path: Path) -> None:
-    assert read_architecture(_model(tmp_path, rope_theta=5e5)).rope_theta == 5e5
+    assert read_architecture(_model(tmp_path, rope_theta=5e5)).rope.theta == 5e5
     nested = {"rope_theta": 7e5, "rope_type": "default"}
-    assert read_architecture(_model(tmp_path, rope_parameters=nested)).rope_theta == 7e5
+    assert read_architecture(_model(tmp_path, rope_parameters=nested)).rope.theta == 7e5
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,9 @@ def test_rope_theta_is_read_from_either_place(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type"),
         ({"dtype": "float8"}, "float8"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from eval_service.contract.errors import ConfigError
-from trainer.data import Dataset, Example, collate, encode, load_dataset, micro_batches
+from trainer.data import Dataset, Example, collate, encode, load_dataset
+from trainer.parallel import Place, share_of
 
 EOS = "$"
 
@@ -99,9 +100,15 @@ def test_a_step_has_the_same_conversations_however_the_run_came_there() -> None:
     assert _ids(_dataset(seed=1).of_step(5)) != _ids(_dataset().of_step(5))
 
 
-def test_micro_batches_share_a_step_out_in_order() -> None:
-    batches = list(micro_batches(_dataset(size=4).of_step(1), 2))
-    assert [tuple(batch.token_ids.shape) for batch in batches] == [(2, 1), (2, 1)]
+def test_a_batch_is_padded_to_the_length_that_all_stages_agree_on() -> None:
+    batch = collate(_dataset(size=4).of_step(1)[:2], length=7)
+    assert batch.token_ids.shape == batch.labels.shape == batch.loss_mask.shape == (2, 7)
+    assert batch.loss_mask[:, 1:].sum() == 0
+
+
+def test_data_parallel_ranks_share_a_step_out_in_order() -> None:
+    places = [Place(0, 1, data, 2, True, True) for data in (0, 1)]
+    assert [list(share_of([1, 2, 3, 4], place)) for place in places] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import httpx
@@ -20,13 +22,17 @@ from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Kind, Receipt
 from tests.support.stub_service import StubService
+from trainer.background import Background
 from trainer.cadence import Point
 from trainer.config import RunConfig
 from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook
+from trainer.parallel import Channel
 from trainer.service_link import ServiceLink
+from trainer.stager import Stager
 from trainer.steplog import StepLog, read_steplog
 from trainer.stopping import Stopped
+from trainer.weights import ExportFailed
 
 
 @dataclass
@@ -36,15 +42,22 @@ class FakeWeights:
     value: float = 1.0
     fault: Exception | None = None
     fault_after: Exception | None = None
+    staged: float = 0.0
+    hold: Callable[[], object] = lambda: None
     written: list[str] = field(default_factory=list)
 
+    def stage(self) -> None:
+        self.staged = self.value
+
     def fill(self, writer: SnapshotWriter) -> None:
+        self.hold()
+        writer.partial.mkdir(parents=True)
         if self.fault is not None:
-            raise self.fault
+            raise ExportFailed(str(self.fault)) from self.fault
         self.written.append(writer.nonce)
-        writer.add_weights("model.safetensors", [TensorData("w", "U8", (4,), bytes([int(self.value)] * 4))])
+        writer.add_weights("model.safetensors", [TensorData("w", "U8", (4,), bytes([int(self.staged)] * 4))])
         if self.fault_after is not None:
-            raise self.fault_after
+            raise ExportFailed(str(self.fault_after)) from self.fault_after
 
     def canary(self) -> Canary | None:
         return None
@@ -58,10 +71,16 @@ class Bench:
     stub: StubService
     weights: FakeWeights
     hook: EvalHook
+    stager: Stager
 
     @property
     def outbox(self) -> Outbox:
         return self.hook.link.outbox
+
+    def evaluate(self, point: Point, *, if_lacking: bool = False) -> None:
+        """A point, and all that is behind."""
+        self.hook.evaluate(point, if_lacking=if_lacking)
+        assert self.hook.join(10.0)
 
     def events(self) -> list[str]:
         return [entry["event"] for entry in read_steplog(self.config.output_dir / "steps.jsonl")]
@@ -85,7 +104,9 @@ def _client(stub: StubService, sleep: Callable[[float], None] = lambda _: None) 
 
 def _launch(config: RunConfig, stub: StubService, log: StepLog) -> Bench:
     weights = FakeWeights()
-    return Bench(config, stub, weights, EvalHook(config, ServiceLink(config, _client(stub), log), log, weights))
+    stager = Stager(weights, Channel(None), Background())
+    hook = EvalHook(config, ServiceLink(config, _client(stub), log), log, stager)
+    return Bench(config, stub, weights, hook, stager)
 
 
 @pytest.fixture
@@ -121,18 +142,18 @@ FINAL = Point(10, Kind.FINAL, force=True)
 
 
 def test_a_point_is_reserved_exported_and_handed_over_under_one_uuid(bench: Bench) -> None:
-    bench.hook.evaluate(PERIODIC)
-    assert bench.events() == ["eval_reserved", "eval_exported", "eval_dispatched"]
+    bench.evaluate(PERIODIC)
+    assert bench.events() == ["eval_reserved", "eval_staged", "eval_exported", "eval_dispatched"]
     first, second = (body for call, body in bench.stub.calls if call == "POST /dispatch")
     assert first["reservation"] == second["reservation"]
     assert first["snapshot"] is None
     assert second["digest"] == bench.stub.point(3).digest
     assert second["export_s"] is not None
-    assert second["stall_s"] >= second["export_s"]
+    assert second["stall_s"] is not None
 
 
 def test_the_request_lies_in_the_snapshot_for_the_services_scan(bench: Bench) -> None:
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     snapshot = Path(str(bench.stub.point(3).snapshot))
     (request,) = json.loads((snapshot / "dispatch.json").read_text())
     assert request["snapshot"] == str(snapshot)
@@ -141,7 +162,7 @@ def test_the_request_lies_in_the_snapshot_for_the_services_scan(bench: Bench) ->
 
 def test_a_skipped_reservation_pays_for_no_export(bench: Bench) -> None:
     bench.stub.busy = lambda _: True
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.weights.written == []
     assert bench.events() == ["eval_skipped"]
 
@@ -149,7 +170,7 @@ def test_a_skipped_reservation_pays_for_no_export(bench: Bench) -> None:
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("boom")])
 def test_an_export_that_fails_is_reported_and_leaves_nothing(bench: Bench, fault: Exception) -> None:
     bench.weights.fault = fault
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     point = bench.stub.point(3)
     assert (point.state, point.reason) == (PointState.SKIPPED, Reason.EXPORT_FAILED)
     assert not list((bench.config.run.root / "r").glob(".partial-*"))
@@ -158,7 +179,7 @@ def test_an_export_that_fails_is_reported_and_leaves_nothing(bench: Bench, fault
 def test_a_report_that_cannot_be_sent_is_sent_with_the_drain(bench: Bench) -> None:
     bench.weights.fault = OSError("disk")
     bench.stub.away = lambda call: "/report" in call
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.stub.point(3).state is PointState.RESERVED
     bench.stub.away = lambda _: False
     assert bench.drain().drained
@@ -168,8 +189,8 @@ def test_a_report_that_cannot_be_sent_is_sent_with_the_drain(bench: Bench) -> No
 def test_while_the_service_is_away_the_bound_holds_but_for_a_forced_one(bench: Bench) -> None:
     bench.stub.away = lambda _: True
     for step in (1, 2, 3):
-        bench.hook.evaluate(Point(step, Kind.PERIODIC))
-    bench.hook.evaluate(FINAL)
+        bench.evaluate(Point(step, Kind.PERIODIC))
+    bench.evaluate(FINAL)
     assert [request.step for _, request in bench.outbox.pending()] == [1, 2, 10]
     assert all(request.deferred for _, request in bench.outbox.pending())
     assert bench.events().count("eval_skipped") == 1
@@ -177,9 +198,9 @@ def test_while_the_service_is_away_the_bound_holds_but_for_a_forced_one(bench: B
 
 def test_what_was_kept_goes_before_the_next_point_when_the_service_is_back(bench: Bench) -> None:
     bench.stub.away = lambda _: True
-    bench.hook.evaluate(Point(1, Kind.PERIODIC))
+    bench.evaluate(Point(1, Kind.PERIODIC))
     bench.stub.away = lambda _: False
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.stub.steps() == [1, 3]
     assert list(bench.outbox.pending()) == []
 
@@ -187,7 +208,7 @@ def test_what_was_kept_goes_before_the_next_point_when_the_service_is_back(bench
 def test_a_refused_or_unreadable_request_in_the_outbox_does_not_hold_up_the_others(bench: Bench) -> None:
     bench.stub.away = lambda _: True
     for step in (1, 2):
-        bench.hook.evaluate(Point(step, Kind.PERIODIC))
+        bench.evaluate(Point(step, Kind.PERIODIC))
     (bench.outbox.directory / "junk.json").write_text("{")
     bench.stub.away = lambda _: False
     bench.stub.refuses = lambda request: request.step == 1
@@ -198,7 +219,7 @@ def test_a_refused_or_unreadable_request_in_the_outbox_does_not_hold_up_the_othe
 
 def test_a_snapshot_that_the_service_refuses_ends_its_point(bench: Bench) -> None:
     bench.stub.refuses = lambda request: request.snapshot is not None
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.stub.point(3).reason is Reason.EXPORT_FAILED
     assert "refused" in str(bench.stub.point(3).detail)
 
@@ -210,33 +231,136 @@ def test_a_stop_ends_the_wait_for_room(bench: Bench) -> None:
     bench.stub.away = lambda call: call == "POST /dispatch"
     bench.stub.away_reply = (429, {"error": {"code": "busy", "message": "ask again"}})
     bench.hook.link.client = _client(bench.stub, sleep=stopped)
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.events() == ["eval_skipped"]
     assert bench.weights.written == []
 
 
 def test_what_was_written_of_an_export_that_fails_later_is_removed(bench: Bench) -> None:
     bench.weights.fault_after = OSError(28, "No space left on device")
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert bench.weights.written
     assert bench.stub.point(3).reason is Reason.EXPORT_FAILED
     assert [path.name for path in (bench.config.run.root / "r").iterdir()] == ["trainer"]
 
 
-def test_stall_is_all_waiting_but_the_canary(bench: Bench) -> None:
-    times = iter(range(100))
-    bench.hook.clock = lambda: float(next(times))
-    bench.hook.evaluate(PERIODIC)
+def _held(writing: threading.Event, go_on: threading.Event) -> Callable[[], object]:
+    """A write that says that it has begun, and waits."""
+
+    def hold() -> object:
+        writing.set()
+        return go_on.wait(30)
+
+    return hold
+
+
+@dataclass
+class Times:
+    """A clock that goes on by what each part of an export takes."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which takes so long."""
+
+        def timed(*args: Any) -> Any:
+            self.now += seconds
+            return call(*args)
+
+        return timed
+
+
+def test_stall_is_what_the_step_waits_for_but_the_canary_and_nothing_that_is_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = Times()
+    bench.hook.clock = bench.stager.clock = times
+    canary = Canary(dtype="float32", token_ids=((1, 2),), logprobs=((-1.0,),))
+    for name, seconds, call in (
+        ("stage", 1.0, bench.weights.stage),
+        ("canary", 10.0, lambda: canary),
+        ("fill", 100.0, bench.weights.fill),
+    ):
+        monkeypatch.setattr(bench.weights, name, times.passes(seconds, call))
+    bench.evaluate(PERIODIC)
     request = [body for call, body in bench.stub.calls if call == "POST /dispatch"][-1]
-    assert request["stall_s"] > request["export_s"] > 0
-    assert request["canary_s"] is None
+    assert (request["stall_s"], request["canary_s"], request["export_s"]) == (1.0, 10.0, 101.0)
+
+
+def test_the_second_export_waits_for_the_buffer_and_copies_what_is_there_then(bench: Bench) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    bench.weights.hold = _held(writing, go_on)
+    bench.hook.evaluate(PERIODIC)
+    assert writing.wait(30)
+    bench.weights.value = 2
+    second = threading.Thread(target=bench.hook.evaluate, args=(Point(4, Kind.PERIODIC),))
+    second.start()
+    assert bench.stub.steps(PointState.RESERVED)[:1] == [3]
+    go_on.set()
+    second.join(30)
+    assert bench.hook.join(30)
+    assert bench.stub.steps() == [3, 4]
+    assert bench.stub.point(3).digest != bench.stub.point(4).digest
+
+
+def test_an_export_that_finds_the_buffer_busy_to_the_deadline_is_skipped_and_a_forced_one_is_not(
+    bench: Bench, config: RunConfig
+) -> None:
+    section = config.eval.model_copy(update={"buffer_timeout_s": 0.0, "drain_timeout_s": 30.0})
+    bench.hook.config = config.model_copy(update={"eval": section})
+    writing, go_on = threading.Event(), threading.Event()
+    bench.weights.hold = _held(writing, go_on)
+    bench.hook.evaluate(PERIODIC)
+    assert writing.wait(30)
+    bench.hook.evaluate(Point(4, Kind.PERIODIC))
+    point = bench.stub.point(4)
+    assert (point.state, point.reason) == (PointState.SKIPPED, Reason.BUSY)
+    assert "eval.buffer_timeout_s" in str(point.detail)
+    final = threading.Thread(target=bench.hook.evaluate, args=(FINAL,))
+    final.start()
+    go_on.set()
+    final.join(30)
+    assert bench.hook.join(30)
+    assert bench.stub.steps() == [3, 10]
+
+
+def test_what_a_launch_granted_itself_counts_while_it_is_still_being_written(bench: Bench) -> None:
+    bench.stub.away = lambda _: True
+    writing, go_on = threading.Event(), threading.Event()
+    bench.weights.hold = _held(writing, go_on)
+    bench.hook.config = bench.config.model_copy(
+        update={"eval": bench.config.eval.model_copy(update={"max_in_flight": 1})}
+    )
+    bench.hook.evaluate(Point(1, Kind.PERIODIC))
+    assert writing.wait(30)
+    bench.hook.evaluate(Point(2, Kind.PERIODIC))
+    go_on.set()
+    assert bench.hook.join(30)
+    assert [request.step for _, request in bench.outbox.pending()] == [1]
+    assert [entry.step for entry in bench.hook.skipped] == [2]
+
+
+def test_the_drain_waits_for_what_is_being_written(bench: Bench) -> None:
+    bench.hook.config = bench.config.model_copy(
+        update={"eval": bench.config.eval.model_copy(update={"drain_timeout_s": 30.0})}
+    )
+    writing, go_on = threading.Event(), threading.Event()
+    bench.weights.hold = _held(writing, go_on)
+    bench.hook.evaluate(FINAL)
+    assert writing.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    assert [p.step for p in bench.drain().done] == [10]
+    assert bench.events().index("eval_dispatched") < bench.events().index("drain_begin")
 
 
 def test_an_unreachable_drain_leaves_a_receipt_in_the_outbox(bench: Bench) -> None:
-    bench.hook.evaluate(Point(1, Kind.PERIODIC))
+    bench.evaluate(Point(1, Kind.PERIODIC))
     bench.stub.away = lambda _: True
     for step in (2, 3, 4):
-        bench.hook.evaluate(Point(step, Kind.PERIODIC))
+        bench.evaluate(Point(step, Kind.PERIODIC))
     receipt = bench.drain()
     assert not receipt.drained
     assert [p.step for p in receipt.deferred] == [2, 3]
@@ -256,7 +380,7 @@ def test_a_drain_that_succeeds_removes_the_receipt_of_one_that_did_not(bench: Be
 
 def test_a_service_that_answers_nonsense_stops_nothing(bench: Bench) -> None:
     bench.stub.answer = lambda *_: (200, {"what": "ever"})  # type: ignore[method-assign]
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     assert not bench.drain().drained
 
 
@@ -278,24 +402,24 @@ def test_a_service_that_is_away_at_start_up_is_no_refusal(bench: Bench) -> None:
 def test_a_reservation_without_a_snapshot_is_gone_on_with(bench: Bench, log: StepLog) -> None:
     bench.weights.fault = OSError("killed here, say")
     bench.stub.away = lambda call: "/report" in call
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     bench.stub.away = lambda _: False
-    _launch(bench.config, bench.stub, log).hook.evaluate(PERIODIC)
+    _launch(bench.config, bench.stub, log).evaluate(PERIODIC)
     assert [(p.step, p.state) for p in bench.stub.points] == [(3, PointState.DONE)]
 
 
 def test_the_same_content_again_makes_no_second_point(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(PERIODIC)
-    _launch(bench.config, bench.stub, log).hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
+    _launch(bench.config, bench.stub, log).evaluate(PERIODIC)
     assert len(bench.stub.points) == 1
     assert bench.events()[-1] == "eval_known"
 
 
 def test_other_content_at_the_same_step_is_a_new_point(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     again = _launch(bench.config, bench.stub, log)
     again.weights.value = 2
-    again.hook.evaluate(PERIODIC)
+    again.evaluate(PERIODIC)
     old, new = bench.stub.points
     assert old.superseded
     assert new.digest != old.digest
@@ -303,32 +427,32 @@ def test_other_content_at_the_same_step_is_a_new_point(bench: Bench, log: StepLo
 
 
 def test_a_snapshot_that_was_published_but_not_handed_over_keeps_its_uuid(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     reservation = bench.stub.points.pop().reservation
-    _launch(bench.config, bench.stub, log).hook.evaluate(PERIODIC)
+    _launch(bench.config, bench.stub, log).evaluate(PERIODIC)
     assert [(p.reservation, p.state) for p in bench.stub.points] == [(reservation, PointState.DONE)]
 
 
 def test_a_point_that_ended_badly_is_tried_again(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(PERIODIC)
+    bench.evaluate(PERIODIC)
     bench.stub.points[0] = bench.stub.points[0].model_copy(
         update={"state": PointState.FAILED, "reason": Reason.MAX_ATTEMPTS}
     )
-    _launch(bench.config, bench.stub, log).hook.evaluate(PERIODIC)
+    _launch(bench.config, bench.stub, log).evaluate(PERIODIC)
     assert [p.state for p in bench.stub.points] == [PointState.FAILED, PointState.DONE]
 
 
 def test_a_final_point_in_the_ledger_is_not_exported_to_find_out(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(FINAL)
+    bench.evaluate(FINAL)
     again = _launch(bench.config, bench.stub, log)
-    again.hook.evaluate(FINAL, if_lacking=True)
+    again.evaluate(FINAL, if_lacking=True)
     assert again.weights.written == []
     assert len(bench.stub.points) == 1
 
 
 def test_a_final_point_is_not_made_twice_while_the_ledger_cannot_be_asked(bench: Bench, log: StepLog) -> None:
-    bench.hook.evaluate(FINAL)
+    bench.evaluate(FINAL)
     bench.stub.away = lambda _: True
     again = _launch(bench.config, bench.stub, log)
-    again.hook.evaluate(FINAL, if_lacking=True)
+    again.evaluate(FINAL, if_lacking=True)
     assert list(again.outbox.pending()) == []

@@ -1,0 +1,534 @@
+"""Everything that issue 4 wants to know of one GPU, in one run: prints one JSON object, and writes it to `--out`.
+
+    PYTHONPATH=OVERLAY:. python3 scripts/gpu/issue4.py --out DIR [--budget-s 525] [--tiny]
+
+1. `export`: benchmarks/export.py, which leaves two snapshots, one training step apart.
+2. `run`: the service with one engine, and a supervised fine-tuning of a Qwen3-0.6B-shaped model on the same GPU, with
+   exactly three points, checked by `evalfleet check`; every figure of the trainer, the service and the drain from it.
+3. `pin`: an engine of our own loads those snapshots: load and pin seconds, how well the canary agrees, and what it says
+   of weights one step off, of a dropped tensor and of two swapped ones.
+
+Each part runs in a process group of its own with a time limit, so one that fails or hangs costs its own figures alone.
+`--tiny` takes a tiny model on the CPU engine, to try the script where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+RUN, SUITE = "sft", "upper"
+FULL = {"shape": "qwen3-0.6b", "num_steps": 360, "batch": 128, "lr": 3e-4, "warmup": 30, "examples": 192}
+TINY = {"shape": "tiny", "num_steps": 40, "batch": 32, "lr": 2e-3, "warmup": 5, "examples": 24}
+# Graphs for few batch sizes and no prefill graphs: the start is what costs time here.
+GPU_OVERRIDES = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.3,
+    "cuda_graph_backend_prefill": "disabled",
+    "cuda_graph_max_bs_decode": 64,
+    "context_length": 512,
+}
+
+
+class Clock:
+    """The time that is left."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.until = time.monotonic() + budget_s
+
+    def left(self, at_most: float) -> float:
+        return max(1.0, min(at_most, self.until - time.monotonic()))
+
+
+def say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *(part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Process:
+    """A child in a process group of its own, with a log."""
+
+    def __init__(self, argv: list[str], log: Path, cwd: Path = ROOT, **env: str) -> None:
+        self.log = log
+        self._file = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, *argv],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env={**environment(), **env},
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code; None: it had to be ended."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return None
+
+    def end(self, patience_s: float = 15.0) -> None:
+        """SIGTERM, then SIGKILL, to the whole group."""
+        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(wait_s)
+                break
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._file.close()
+
+    def tail(self, size: int = 3000) -> str:
+        return self.log.read_text(errors="replace")[-size:]
+
+
+# --- the model and the files
+
+
+def build_inputs(work: Path, plan: dict[str, Any], port: int, tiny: bool) -> dict[str, Any]:
+    """Model, data and the three config files."""
+    from benchmarks.export import build_model
+    from eval_service.demo.tiny import build_model as build_tiny
+    from eval_service.demo.tiny import build_tokenizer
+
+    began = time.monotonic()
+    model = build_tiny(work / "model") if tiny else build_model(work / "model", plan["shape"])
+    write_data(work, plan, build_tokenizer())
+    write_configs(work, plan, port, tiny)
+    return {"seconds": time.monotonic() - began, "model_bytes": sum(p.stat().st_size for p in model.iterdir())}
+
+
+def write_data(work: Path, plan: dict[str, Any], tokenizer: Any) -> None:
+    """Put five letters into upper case; what is asked is never trained on."""
+    from eval_service.demo.tasks import TASKS, is_held_out
+
+    rng = random.Random(0)
+    train, asked = [], {}
+    while len(train) < plan["num_steps"] * plan["batch"] or len(asked) < plan["examples"]:
+        question, answer = TASKS["upper"](rng)
+        if is_held_out(question):
+            asked[question] = answer
+        else:
+            train.append((question, answer))
+    with (work / "train.jsonl").open("w") as file:
+        for question, answer in train[: plan["num_steps"] * plan["batch"]]:
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": chat}) + "\n")
+    with (work / "asked.jsonl").open("w") as file:
+        for question, answer in list(asked.items())[: plan["examples"]]:
+            chat = [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+
+
+def write_configs(work: Path, plan: dict[str, Any], port: int, tiny: bool) -> None:
+    gpus = 0 if tiny else 1
+    overrides = "{}" if tiny else "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in GPU_OVERRIDES.items()) + " }"
+    (work / "fleet.toml").write_text(
+        f"num_gpus = {gpus}\noverrides = {overrides}\n"
+        f'[service]\nport = {port}\nroots = ["{work}"]\nstate_dir = "{work / "state"}"\n'
+        f'[groups.eval]\nmodel = "{work / "model"}"\nnum_engines = 1\nnum_gpus_per_engine = {gpus}\n'
+        "server_concurrency = 64\nstart_timeout_s = 400\n"
+    )
+    (work / "suites.toml").write_text(
+        f"[suites.{SUITE}]\nscorer = 'exact'\nsampling = {{ max_new_tokens = 8 }}\n"
+        f"[[suites.{SUITE}.datasets]]\nname = 'upper'\npath = '{work / 'asked.jsonl'}'\n"
+    )
+    (work / "run.toml").write_text(
+        f'[run]\nname = "{RUN}"\nroot = "{work / "root"}"\noutput_dir = "{work / "train"}"\n'
+        f'[model]\nhf_path = "{work / "model"}"\n[data]\ntrain = "{work / "train.jsonl"}"\nmax_length = 64\n'
+        f"[train]\nnum_steps = {plan['num_steps']}\nglobal_batch_size = {plan['batch']}\n"
+        f"micro_batch_size = {plan['batch']}\nlr = {plan['lr']}\nwarmup_steps = {plan['warmup']}\n"
+        f'dtype = "{"float32" if tiny else "bfloat16"}"\n'
+        f'[eval]\nurl = "http://127.0.0.1:{port}"\ninterval = {plan["num_steps"] // 2}\nsuites = ["{SUITE}"]\n'
+        "keep = 10\ndrain_timeout_s = 120\n"
+    )
+
+
+# --- 1: the export by itself
+
+
+def part_export(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
+    disk = work / "export"
+    disk.mkdir()
+    argv = ["benchmarks/export.py", "--json", "--out", str(work / "export.json"), "--disk", str(disk)]
+    argv += ["--snapshots", str(work / "pair")] + (["--quick"] if tiny else ["--model", str(work / "model")])
+    process = Process(argv, work / "logs" / "export.log")
+    code = process.wait(clock.left(130.0))
+    if not (work / "export.json").exists():
+        return {"exit_code": code, "error": process.tail()}
+    return {"exit_code": code, **json.loads((work / "export.json").read_text())}
+
+
+# --- 2: a run that is evaluated as it goes
+
+
+def part_run(work: Path, clock: Clock, port: int) -> dict[str, Any]:
+    from eval_service.contract.client import EvalClient
+
+    files = ["--fleet", str(work / "fleet.toml"), "--suites", str(work / "suites.toml")]
+    began = time.monotonic()
+    service = Process(["-m", "eval_service.cli.main", "serve", *files], work / "logs" / "service.log", cwd=work)
+    found: dict[str, Any] = {}
+    try:
+        with EvalClient(f"http://127.0.0.1:{port}") as client:
+            wait_for_engine(client, service, clock.left(330.0))
+            found["engine_start_s"] = time.monotonic() - began
+            say(f"the engine is there after {found['engine_start_s']:.0f} s")
+            train(work, clock, found)
+            found |= figures_of(client, work, port, clock)
+    except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
+        found["error"] = traceback.format_exc()
+    finally:
+        found["service_log"] = service.tail()
+        found["engine_log"] = engine_log(work)
+        service.end(patience_s=30.0)
+    return found
+
+
+def engine_log(work: Path) -> str:
+    logs = sorted((work / "state").rglob("*.log"), key=lambda path: path.stat().st_mtime)
+    return logs[-1].read_text(errors="replace")[-3000:] if logs else ""
+
+
+def wait_for_engine(client: Any, service: Process, timeout_s: float) -> None:
+    from eval_service.contract.errors import EvalfleetError
+
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if service.process.poll() is not None:
+            raise RuntimeError(f"the service ended: {service.tail()}")
+        with suppress(EvalfleetError):
+            groups = client.fleet().groups
+            if any(str(engine.state) == "ready" for group in groups for engine in group.engines):
+                return
+        time.sleep(0.5)
+    raise RuntimeError("no engine came in time")
+
+
+def train(work: Path, clock: Clock, found: dict[str, Any]) -> None:
+    began = time.monotonic()
+    argv = ["-m", "trainer.main", "--config", str(work / "run.toml")]
+    trainer = Process(argv, work / "logs" / "trainer.log", cwd=work)
+    found["trainer_exit_code"] = trainer.wait(clock.left(240.0))
+    found["trainer_wall_s"] = time.monotonic() - began
+    found["trainer_log"] = trainer.tail(1500)
+
+
+def figures_of(client: Any, work: Path, port: int, clock: Clock) -> dict[str, Any]:
+    log = [json.loads(line) for line in (work / "train" / "steps.jsonl").read_text().splitlines()]
+    points = [point.model_dump(mode="json") for point in client.points(run=RUN).points]
+    keys = ("step", "kind", "force", "state", "reason", "detail", "score", "stderr", "lag_steps", "pin_proof")
+    asked = ["--metric", "exact_match", "--threshold", "0.6", "--expect-points", "3"]
+    asked += ["--url", f"http://127.0.0.1:{port}"]
+    check = subprocess.run(
+        [sys.executable, "-m", "eval_service.cli.main", "check", RUN, *asked],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=work,
+        timeout=clock.left(60.0),
+        check=False,
+    )
+    receipt = work / "train" / "receipt.json"
+    states: dict[str, int] = {}
+    for point in points:
+        states[point["state"]] = states.get(point["state"], 0) + 1
+    return {
+        "points": [{key: point[key] for key in keys} | {"timings": point["timings"]} for point in points],
+        "points_by_state": states,
+        "check": {"exit_code": check.returncode, "said": (check.stdout + check.stderr)[-1500:]},
+        "receipt": json.loads(receipt.read_text()) if receipt.exists() else None,
+        **step_figures(log),
+    }
+
+
+def step_figures(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """From the trainer's own log: step times, drain, and the trainer's figures of each export."""
+    begun = {entry["step"]: entry["time"] for entry in log if entry["event"] == "step_begin"}
+    ended = {entry["step"]: entry["time"] for entry in log if entry["event"] == "step_end"}
+    times = sorted(ended[step] - begun[step] for step in ended)
+    losses = [entry["loss"] for entry in log if entry["event"] == "step_end"]
+    at = {entry["event"]: entry["time"] for entry in log}
+    return {
+        "step_s_median": times[len(times) // 2] if times else None,
+        "losses": losses[:: max(1, len(losses) // 20)],
+        "drain_s": at["drain_end"] - at["drain_begin"] if "drain_end" in at else None,
+        "exports": [entry for entry in log if entry["event"] in ("eval_staged", "eval_exported", "eval_failed")],
+    }
+
+
+# --- 3: an engine of our own
+
+
+def part_pin(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
+    process = Process(
+        [str(Path(__file__)), "--pin-child", str(work)] + (["--tiny"] if tiny else []), work / "logs" / "pin.log"
+    )
+    code = process.wait(clock.left(250.0))
+    process.end()
+    out = work / "pin.json"
+    found = json.loads(out.read_text()) if out.exists() else {}
+    return {"exit_code": code, **found, **({} if code == 0 else {"log": process.tail()})}
+
+
+async def pin_child(work: Path, tiny: bool) -> None:
+    from eval_service.engine.pin import SystemClock
+    from eval_service.engine.server import BootOptions, boot_server
+    from eval_service.fleet_config import GroupConfig
+
+    found: dict[str, Any] = {}
+    first, second = sorted((work / "pair" / "bench").glob("step_*"))
+    group = GroupConfig(
+        model=first,
+        grade="sglang-cpu" if tiny else "sglang",
+        num_gpus_per_engine=0 if tiny else 1,
+        start_timeout_s=240,
+        overrides={} if tiny else GPU_OVERRIDES,
+    )
+    began = time.monotonic()
+    server = await boot_server(group, BootOptions(log=work / "logs" / "pin-engine.log"), SystemClock())
+    found["second_engine_start_s"] = time.monotonic() - began
+    try:
+        for name, part in (("loads", _loads), ("pins", _pins), ("canary", _canary)):
+            try:
+                found[name] = await part(server, first, second, work)
+            except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
+                found[f"{name}_error"] = traceback.format_exc()
+            (work / "pin.json").write_text(json.dumps(found))
+    finally:
+        await server.stop()
+
+
+async def _loads(server: Any, first: Path, second: Path, work: Path) -> list[float]:
+    """SGLang's own load."""
+    times = []
+    for number in range(6):
+        began = time.monotonic()
+        snapshot = second if number % 2 == 0 else first
+        await server.api.abort_all(timeout_s=30.0)
+        await server.api.update_weights_from_disk(str(snapshot), f"load{number}", timeout_s=120.0)
+        times.append(time.monotonic() - began)
+    return times
+
+
+async def _pins(server: Any, first: Path, second: Path, work: Path) -> list[dict[str, Any]]:
+    """Our pin of the same: load, read back, fingerprint and canary."""
+    from eval_service.contract.manifest import read_manifest
+    from eval_service.engine.protocol import PinOrder
+
+    seen = []
+    server.pinner.held = None
+    for number in range(6):
+        snapshot = second if number % 2 == 0 else first
+        fields = {
+            "snapshot": str(snapshot),
+            "manifest": read_manifest(snapshot),
+            "weight_version": f"pin{number}",
+            "timeout_s": 120.0,
+            "visibility_timeout_s": 5.0,
+        }
+        known = {name: value for name, value in fields.items() if name in _field_names(PinOrder)}
+        began = time.monotonic()
+        evidence = await server.pinner.pin(PinOrder(**known))
+        parts = {name: getattr(evidence, name) for name in ("prepare_s", "load_s", "verify_s", "canary_diff")}
+        seen.append({"pin_s": time.monotonic() - began, **parts})
+    return seen
+
+
+def _field_names(kind: Any) -> set[str]:
+    return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", {}))
+
+
+async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[str, float | None]:
+    """Mean absolute difference of log-probs, in nats, from the canary of `second`."""
+    from eval_service.contract.manifest import read_manifest
+    from eval_service.engine.pin import TOLERANCE, mean_abs_diff
+
+    canary = read_manifest(second).canary
+    assert canary is not None
+
+    async def diff(load: list[Path]) -> float:
+        for snapshot in load:
+            await server.api.abort_all(timeout_s=30.0)  # SGLang ends itself if it can't flush its cache
+            await server.api.update_weights_from_disk(str(snapshot), snapshot.name, timeout_s=120.0)
+        seen = [await server.api.input_logprobs(row, timeout_s=60.0) for row in canary.token_ids]
+        return mean_abs_diff(canary.logprobs, seen)
+
+    names = list(tensors_of(second))
+    dropped = "model.layers.1.mlp.down_proj.weight"
+    swapped = ("model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight")
+    assert dropped in names
+    changed(second, work / "dropped", lambda tensors: {k: v for k, v in tensors.items() if k != dropped})
+    changed(second, work / "swapped", lambda tensors: {**tensors, **_swap(tensors, *swapped)})
+    result: dict[str, float | None] = {"tolerance": TOLERANCE.get(canary.dtype)}
+    result["same_weights"] = await diff([second])
+    result["one_step_off"] = await diff([first])
+    result["two_tensors_swapped"] = await diff([work / "swapped"])
+    # An engine keeps what it held of a tensor that does not come: here the other model's.
+    result["a_tensor_dropped_over_one_step_off"] = await diff([first, work / "dropped"])
+    result["a_tensor_dropped_over_swapped_weights"] = await diff([work / "swapped", work / "dropped"])
+    result["same_weights_again"] = await diff([second])
+    return result
+
+
+def _swap(tensors: dict[str, Any], one: str, other: str) -> dict[str, Any]:
+    return {one: tensors[other].clone(), other: tensors[one].clone()}
+
+
+def tensors_of(snapshot: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted(snapshot.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def changed(snapshot: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """A copy of a snapshot with other tensors."""
+    from safetensors.torch import save_file
+
+    target.mkdir()
+    for path in snapshot.iterdir():
+        if path.suffix != ".safetensors" and path.name != "model.safetensors.index.json":
+            shutil.copy(path, target / path.name)
+    save_file(change(tensors_of(snapshot)), target / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- all of it
+
+
+def versions() -> dict[str, Any]:
+    import platform
+    from importlib import metadata
+
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "transformers", "sglang", "ray", "safetensors", "evalfleet"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    with suppress(Exception):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        found["gpu"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+    return found
+
+
+def verdicts(result: dict[str, Any]) -> dict[str, Any]:
+    """What the issue asks for, and whether it was so."""
+    run = result.get("run", {})
+    points = {point["step"]: point for point in run.get("points", [])}
+    last = points.get(max(points, default=0), {})
+    wanted = {
+        "three points done": run.get("points_by_state") == {"done": 3},
+        "evalfleet check --expect-points 3": run.get("check", {}).get("exit_code") == 0,
+        "score at step 0 <= 0.1": (points.get(0, {}).get("score") or 0.0) <= 0.1 if points else False,
+        "score at the end >= 0.6": (last.get("score") or 0.0) >= 0.6,
+        "final forced": bool(last.get("force")),
+        "drained": bool((run.get("receipt") or {}).get("drained")),
+    }
+    return {**wanted, "export targets": result.get("export", {}).get("targets")}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a directory for issue4.json and the logs' ends")
+    parser.add_argument("--work", type=Path, help="where everything is written; default: a new temporary directory")
+    parser.add_argument("--budget-s", type=float, default=525.0)
+    parser.add_argument("--only", default="export,run,pin", help="parts, by comma")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--pin-child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.pin_child:
+        asyncio.run(pin_child(args.pin_child, args.tiny))
+        return 0
+    result = measure(args)
+    text = json.dumps(result, indent=1)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "issue4.json").write_text(text)
+    print(text)
+    return 0 if not result["errors"] else 1
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import tempfile
+
+    clock, port = Clock(args.budget_s), free_port()
+    plan = TINY if args.tiny else FULL
+    work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-issue4-"))
+    (work / "logs").mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "plan": plan, "errors": {}}
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("versions", versions),
+        ("inputs", lambda: build_inputs_apart(work, port, args.tiny, clock)),
+        ("export", lambda: part_export(work, clock, args.tiny)),
+        ("run", lambda: part_run(work, clock, port)),
+        ("pin", lambda: part_pin(work, clock, args.tiny)),
+    ]
+    for name, part in parts:
+        if name in ("export", "run", "pin") and name not in args.only.split(","):
+            continue
+        say(name)
+        began = time.monotonic()
+        try:
+            result[name] = part()
+        except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
+            result["errors"][name] = traceback.format_exc()
+        result.setdefault("seconds", {})[name] = time.monotonic() - began
+        if args.out:  # what there is so far, should the machine be taken away
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "issue4.json").write_text(json.dumps(result, indent=1))
+    result["verdicts"] = verdicts(result)
+    if args.work is None:
+        shutil.rmtree(work, ignore_errors=True)
+    return result
+
+
+def build_inputs_apart(work: Path, port: int, tiny: bool, clock: Clock) -> dict[str, Any]:
+    """In a process of its own: the GPU's memory is free again when it has ended."""
+    code = (
+        "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); "
+        "import importlib.util as u; s = u.spec_from_file_location('issue4', sys.argv[2]); m = u.module_from_spec(s); "
+        "s.loader.exec_module(m); tiny = sys.argv[5] == '1'; w = Path(sys.argv[3]); "
+        "f = m.build_inputs(w, m.TINY if tiny else m.FULL, int(sys.argv[4]), tiny); "
+        "(w / 'inputs.json').write_text(json.dumps(f))"
+    )
+    argv = ["-c", code, str(ROOT), __file__, str(work), str(port), "1" if tiny else "0"]
+    process = Process(argv, work / "logs" / "inputs.log")
+    if process.wait(clock.left(120.0)) != 0:
+        raise RuntimeError(process.tail())
+    found: dict[str, Any] = json.loads((work / "inputs.json").read_text())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Two ranks, however the model is cut over them, train as one and export what one exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_service.contract.manifest import read_manifest
+from eval_service.contract.snapshot import describe_directory
+from tests.support.rank_pair import Case, Found, RankPair, rank_pair, run_case
+from tests.support.tiny_model import build_tiny_model
+from trainer.crash import VARIABLE
+
+pytestmark = pytest.mark.real
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "tensor, sequence, padded": {"tensor": 2, "sequence_parallel": True, "vocab_multiple": 64},
+    "pipeline, uneven, recomputed": {"pipeline": 2, "first_stage_layers": 1, "recompute": True},
+    "data": {},
+}
+UNTIED = ("tensor", "pipeline, uneven, recomputed")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPair]:
+    """Two ranks for the module."""
+    with rank_pair(Path(__file__).parents[3]) as held:
+        yield held
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Case:
+    """Three layers, so that two stages are uneven."""
+    return Case(str(build_tiny_model(tmp_path_factory.mktemp("tied"), num_layers=3)), str(chats), "")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Case:
+    """The same with a head of its own."""
+    return Case(str(build_tiny_model(tmp_path_factory.mktemp("untied"), tied=False, num_layers=3)), str(chats), "")
+
+
+@pytest.fixture(scope="module")
+def tied_alone(tied: Case, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What one rank finds."""
+    return run_case(replace(tied, root=str(tmp_path_factory.mktemp("alone"))))
+
+
+@pytest.fixture(scope="module")
+def untied_alone(untied: Case, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What one rank finds."""
+    return run_case(replace(untied, root=str(tmp_path_factory.mktemp("alone"))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_have_the_losses_of_one_and_export_the_same(
+    pair: RankPair, tied: Case, tied_alone: Found, tmp_path: Path, layout: str
+) -> None:
+    _same_as_alone(pair, tied, tied_alone, tmp_path, layout)
+
+
+@pytest.mark.parametrize("layout", UNTIED)
+def test_so_they_do_with_a_head_of_its_own(
+    pair: RankPair, untied: Case, untied_alone: Found, tmp_path: Path, layout: str
+) -> None:
+    _same_as_alone(pair, untied, untied_alone, tmp_path, layout)
+
+
+def _same_as_alone(pair: RankPair, case: Case, alone: Found, tmp_path: Path, layout: str) -> None:
+    both = pair.run(replace(case, parallel=LAYOUTS[layout], root=str(tmp_path)))
+    for found in both:
+        for (loss, norm, tokens), (loss_alone, norm_alone, tokens_alone) in zip(
+            found.losses, alone.losses, strict=True
+        ):
+            assert loss == pytest.approx(loss_alone, abs=2e-5)
+            assert norm == pytest.approx(norm_alone, rel=2e-4)
+            assert tokens == tokens_alone
+    assert both[0].published is not None
+    assert alone.published is not None
+    ours, theirs = (read_manifest(Path(path)) for path in (both[0].published, alone.published))
+    assert [(t.name, t.dtype, t.shape) for t in ours.tensors] == [(t.name, t.dtype, t.shape) for t in theirs.tensors]
+    assert ours.canary is not None
+    assert theirs.canary is not None
+    assert ours.canary.logprobs[0] == pytest.approx(theirs.canary.logprobs[0], abs=1e-3)
+    assert sum(found.buffer_bytes for found in both) <= alone.buffer_bytes * 1.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_untouched_export_of_two_ranks_is_the_import_bit_by_bit_in_one_file_or_many(
+    pair: RankPair, tied: Case, tmp_path: Path, layout: str
+) -> None:
+    untouched = replace(tied, steps=0, parallel=LAYOUTS[layout])
+    imported = describe_directory(Path(tied.hf_path), run="run", step=0)
+    digests = {}
+    for name, limit in (("one", 2 << 30), ("many", 60_000)):
+        found = pair.run(replace(untouched, root=str(tmp_path / name), max_file_bytes=limit))
+        assert found[0].published is not None
+        manifest = read_manifest(Path(found[0].published))
+        assert manifest.tensor_digest == imported.tensor_digest
+        digests[name] = len({tensor.file for tensor in manifest.tensors})
+    assert digests["one"] == 1
+    assert digests["many"] > 2
+    assert not list(tmp_path.glob("*/run/.partial-*"))
+
+
+@pytest.mark.parametrize("limit", [2 << 30, 60_000])
+def test_a_disk_that_is_full_on_one_rank_alone_fails_the_export_on_both(
+    pair: RankPair, tied: Case, tmp_path: Path, limit: int
+) -> None:
+    full = {VARIABLE: "in_export:1:raise"}
+    case = replace(tied, steps=1, parallel={"tensor": 2}, root=str(tmp_path), env=full, max_file_bytes=limit)
+    first, second = pair.run(case)
+    assert first.published is None
+    assert "rank 1" in str(first.fault)
+    assert "injected fault" in str(first.fault)
+    assert second.losses == first.losses
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_two_ranks_resume_to_the_losses_of_a_run_that_was_never_interrupted(
+    pair: RankPair, tied: Case, tmp_path: Path
+) -> None:
+    case = replace(tied, parallel={"tensor": 2}, root=str(tmp_path / "a"), save_dir=str(tmp_path / "saved"))
+    whole = pair.run(replace(case, steps=4, save_dir=None))[0]
+    pair.run(replace(case, steps=2))
+    rest = pair.run(replace(case, steps=2, resume_at=2, root=str(tmp_path / "b")))[0]
+    assert rest.losses == whole.losses[2:]
+    assert (rest.published or "").split("/")[-1] == (whole.published or "").split("/")[-1]
