@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from eval_service.cli import checking, demonstrating, doctoring, draining, reading, serving
+from eval_service.cli import chaosing, checking, demonstrating, doctoring, draining, reading, serving
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
 USAGE, UNREACHABLE, INTERNAL = 2, 4, 5
@@ -33,6 +33,7 @@ app.command("drain")(draining.drain)
 app.command("check")(checking.check)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
+app.command("chaos")(chaosing.chaos)
 
 
 def exit_code(error: EvalfleetError) -> int:
