@@ -79,8 +79,8 @@ CUTS_THE_API = frozenset(
 
 _SERVE_REPLACES = frozenset({FaultKind.STOP_CONTROLLER, FaultKind.STOP_GATEWAY, FaultKind.STOP_REPLICA})
 
-# Each of these costs half a minute of everybody's time, so a long list has few of them.
-_RARE_EVERY = {FaultKind.KILL_SERVICE: 60, FaultKind.STOP_CONTROLLER: 25, FaultKind.LOSE_LOCK: 25}
+# Costs a minute of everybody's time, so it comes once in so many faults, and not in a short list.
+_KILL_SERVICE_EVERY = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Fault:
 
 
 def plan_faults(seed: int, count: int, *, runs: int, kinds: Sequence[FaultKind] = ()) -> list[Fault]:
-    """The list of a seed: every kind once before any comes again, in an order of the seed's own.
+    """The list of a seed: every kind before any comes again, in an order of the seed's own.
 
     Args:
         count: how many faults.
@@ -119,18 +119,14 @@ def plan_faults(seed: int, count: int, *, runs: int, kinds: Sequence[FaultKind] 
         raise ConfigError(f"{count} is no number of faults", field="--faults", hint="use 0 or more")
     rng = random.Random(seed)
     order: list[FaultKind] = []
-    used: dict[FaultKind, int] = {}
     while len(order) < count:
-        deck = [kind for kind in kinds or FaultKind if _due(kind, used.get(kind, 0), len(order)) or kinds]
+        deck = list(kinds or FaultKind)
+        services = order.count(FaultKind.KILL_SERVICE)
+        if not kinds and len(order) < (services + 1) * _KILL_SERVICE_EVERY:
+            deck.remove(FaultKind.KILL_SERVICE)
         rng.shuffle(deck)
-        for kind in deck[: count - len(order)]:
-            used[kind] = used.get(kind, 0) + 1
-            order.append(kind)
+        order += deck[: count - len(order)]
     return [_fault(rng, number, kind, runs) for number, kind in enumerate(order)]
-
-
-def _due(kind: FaultKind, used: int, so_far: int) -> bool:
-    return used * _RARE_EVERY.get(kind, 1) <= so_far
 
 
 def _fault(rng: random.Random, number: int, kind: FaultKind, runs: int) -> Fault:

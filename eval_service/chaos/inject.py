@@ -24,11 +24,12 @@ from eval_service.chaos.victims import Part, Victims, alive
 from eval_service.chaos.watch import wait_until
 from eval_service.contract.client import EvalClient
 
-AT_ONCE = 3
+AT_ONCE = 4
 TRIES = 4
 _FELT_S = 10.0
 _REPLACED_S = 45.0
 _SUCCESSOR_S = 30.0
+_STARTED_S = 10.0
 _LEAST_BYTES = 1
 
 _KILLS = {
@@ -109,9 +110,15 @@ class Injector:
         with self._alone:
             return self.service.kill(self.client), "the whole service, started again"
 
-    def _victim(self, fault: Fault, part: Part) -> psutil.Process | None:
-        wait_until(lambda: bool(self.victims.find(part)), _SUCCESSOR_S)
-        found = self.victims.find(part)
+    def _victim(self, fault: Fault, part: Part, *, age_s: float = 0.0) -> psutil.Process | None:
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            stopped = list(self.victims.stopped)
+            found[:] = [process for process in self.victims.find(part, age_s=age_s) if process not in stopped]
+            return bool(found)
+
+        wait_until(look, _SUCCESSOR_S)
         return found[int(fault.pick * len(found))] if found else None
 
     def _kill(self, fault: Fault, part: Part) -> tuple[bool, str]:
@@ -121,7 +128,8 @@ class Injector:
         return self.victims.kill(victim), f"pid {victim.pid}"
 
     def _stop(self, fault: Fault, part: Part) -> tuple[bool, str]:
-        victim = self._victim(fault, part)
+        # Serve looks after no replica that is still starting: one that is stopped then stays so.
+        victim = self._victim(fault, part, age_s=0.0 if fault.hold_s is not None else _STARTED_S)
         if victim is None or not self.victims.stop(victim):
             return False, f"no {part.name.lower()} was stopped"
         if fault.hold_s is not None:

@@ -33,6 +33,7 @@ from eval_service.demo.service import free_port
 LEAST_STEPS = 4
 _TRAINERS_S = 240.0
 _SETTLE_S = 90.0
+_ANSWERED_S = 60.0
 _PACE_S = 1.6
 _TRAINER_PACE_S = 0.7
 
@@ -116,6 +117,8 @@ def _afflict(fleet: Fleet, options: ChaosOptions, faults: Sequence[Fault], say: 
     injector = Injector(fleet.service, fleet.victims, fleet.records, fleet.client, say, _PACE_S)
     injector.run(ours)
     say("no more faults to the service; the trainers come to their end and drain")
+    wait_until(fleet.watch.answered, _ANSWERED_S)
+    fleet.watch.end_probing()
     if not fleet.trainers.finish(_TRAINERS_S):
         fleet.undrained.append(f"the trainers did not end within {_TRAINERS_S:.0f} s")
     return injector.done

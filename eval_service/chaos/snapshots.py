@@ -1,4 +1,4 @@
-"""Tiny snapshots of numpy alone: sound ones, bad ones that admission must refuse, and poisoned ones that can't be proven.
+"""Tiny snapshots of numpy alone: sound ones, bad ones that admission must refuse, and poisoned ones.
 
 What a snapshot answers is in its own bytes, so that a sample made with other weights is told from a right one.
 """

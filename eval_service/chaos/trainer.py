@@ -126,6 +126,9 @@ class SimulatedTrainer:
         told = {"step": export.step, "version": export.version, "kind": export.kind, "variant": variant}
         self._diary.write("begun", reservation=export.reservation, **told)
         reply = self._reserve(export)
+        if reply is None and not export.fault and len(self._outbox.files()) >= self._spec.spec.max_in_flight:
+            self._diary.write("skipped", reservation=export.reservation)  # as many wait already as it grants itself
+            return
         if reply is not None and reply.outcome is Granted.SKIPPED:
             self._diary.write("skipped", reservation=export.reservation)
             return

@@ -57,6 +57,8 @@ class Watch:
         self._url = url
         self._spec = spec
         self._ending = threading.Event()
+        self._probed_enough = threading.Event()
+        self._answered = False
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._probe)]
 
     def start(self) -> None:
@@ -64,9 +66,18 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
+    def answered(self) -> bool:
+        """Whether the last dispatch was answered."""
+        return self._answered
+
+    def end_probing(self) -> None:
+        """Send no more dispatches; go on looking."""
+        self._probed_enough.set()
+
     def end(self) -> Seen:
         """Stop looking."""
         self._ending.set()
+        self._probed_enough.set()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(2 * _ANSWER_S)
@@ -100,16 +111,16 @@ class Watch:
     def _probe(self) -> None:
         good_at, why = time.time(), ""
         with EvalClient(self._url, timeout_s=_ANSWER_S) as client:
-            while not self._ending.wait(_PROBE_S):
+            while not self._probed_enough.wait(_PROBE_S):
                 began = time.time()
                 try:
                     self._ask(client)
                 except Unavailable as exc:
-                    why = why or str(exc)
+                    why, self._answered = why or str(exc), False
                     continue
                 except EvalfleetError:
                     pass  # an answer
-                now = time.time()
+                now, self._answered = time.time(), True
                 self.seen.probes += 1
                 if why:
                     self.seen.outages.append(Outage(good_at, now, why))
