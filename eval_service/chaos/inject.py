@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -84,9 +84,10 @@ class Injector:
     def _guarded(self, fault: Fault) -> None:
         began_at = time.time()
         landed, detail = False, ""
-        for _ in range(TRIES):
+        for number in range(TRIES):
+            other = replace(fault, pick=(fault.pick + number / TRIES) % 1.0)
             try:
-                landed, detail = self._do(fault)
+                landed, detail = self._do(other)
             except Exception as exc:  # noqa: BLE001 - a task's edge: told, and tried again
                 detail = f"{type(exc).__name__}: {exc}"
             if landed:

@@ -86,12 +86,12 @@ class SimulatedTrainer:
         rows = [json.loads(line) for line in spec.prompts.read_text().splitlines()]
         self._prompts = {row["prompt"]: row["answer"] for row in rows}
         self._reports: list[str] = []
+        self._announced = False
 
     def live(self) -> None:
         """Train to the end."""
         self._diary.write("life", pid=os.getpid())
         for export in self._resumed():
-            self._announce()
             self._step(export)
             time.sleep(self._spec.pace_s)
         self._drain()
@@ -155,6 +155,8 @@ class SimulatedTrainer:
 
     def _reserve(self, export: Export) -> DispatchReply | None:
         """The reply; None while the service is away, when it grants itself what it exports."""
+        if not self._announced:
+            return None
         try:
             reply = self._client.reserve(self._request(export), deadline_s=_ROOM_S)
         except (Unavailable, Busy) as exc:
@@ -238,13 +240,19 @@ class SimulatedTrainer:
 
     # --- the service
 
-    def _announce(self) -> None:
-        try:
-            self._client.put_run(self._spec.run, self._spec.spec)
-        except Unavailable as exc:
-            self._diary.write("away", detail=str(exc))
+    def _announce(self) -> bool:
+        """Whether the service knows of the run."""
+        if not self._announced:
+            try:
+                self._client.put_run(self._spec.run, self._spec.spec)
+                self._announced = True
+            except Unavailable as exc:
+                self._diary.write("away", detail=str(exc))
+        return self._announced
 
     def _flush(self) -> None:
+        if not self._announce():
+            return
         self._report()
         for path, request in self._outbox.pending():
             try:
