@@ -81,6 +81,7 @@ _SERVE_REPLACES = frozenset({FaultKind.STOP_CONTROLLER, FaultKind.STOP_GATEWAY, 
 
 # Costs a minute of everybody's time, so it comes once in so many faults, and not in a short list.
 _KILL_SERVICE_EVERY = 60
+_LATE = 0.75  # in the last part of a list nothing is stopped until it is replaced: all would wait for that alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +127,12 @@ def plan_faults(seed: int, count: int, *, runs: int, kinds: Sequence[FaultKind] 
             deck.remove(FaultKind.KILL_SERVICE)
         rng.shuffle(deck)
         order += deck[: count - len(order)]
-    return [_fault(rng, number, kind, runs) for number, kind in enumerate(order)]
+    return [_fault(rng, number, kind, runs, late=number > _LATE * count) for number, kind in enumerate(order)]
 
 
-def _fault(rng: random.Random, number: int, kind: FaultKind, runs: int) -> Fault:
+def _fault(rng: random.Random, number: int, kind: FaultKind, runs: int, *, late: bool) -> Fault:
     short = round(rng.uniform(0.5, 4.0), 2)
-    replaced = rng.random() < 0.5 and kind in _SERVE_REPLACES
+    replaced = rng.random() < 0.5 and kind in _SERVE_REPLACES and not late
     return Fault(
         number=number,
         kind=kind,

@@ -43,8 +43,11 @@ def check_promises(evidence: Evidence) -> list[Promise]:
 
 def _no_point_lost(evidence: Evidence) -> Iterator[str]:
     suites_by_reservation: dict[str, set[str]] = defaultdict(set)
+    came: set[str] = set()
     for point in evidence.ledger.points:
         suites_by_reservation[point["reservation"]].add(point["suite"])
+        if point["snapshot_id"] is not None:
+            came.add(point["reservation"])
         if point["state"] not in ENDS:
             yield f"{_named(point)} is still {point['state']} ({point['detail']})"
     for run, diary in evidence.diaries.items():
@@ -52,6 +55,8 @@ def _no_point_lost(evidence: Evidence) -> Iterator[str]:
             known = entry["event"] in ("published", "posted") or entry.get("outcome") == "granted"
             if known and suites_by_reservation[entry["reservation"]] != set(SUITES):
                 yield f"{entry['event']} {entry.get('path', entry['reservation'])} of {run} has no points"
+            if entry["event"] == "published" and entry["reservation"] not in came:
+                yield f"{entry['path']} was published and never taken in"
     yield from evidence.undrained
 
 

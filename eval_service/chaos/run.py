@@ -35,7 +35,7 @@ _TRAINERS_S = 240.0
 _SETTLE_S = 90.0
 _ANSWERED_S = 60.0
 _PACE_S = 1.6
-_TRAINER_PACE_S = 0.7
+_TRAINER_PACE_S = 1.2
 
 Say = Callable[[str], None]
 

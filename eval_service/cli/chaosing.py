@@ -14,6 +14,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="The same seed is the same list of faults.")] = 0,
     faults: Annotated[int, typer.Option(min=0, help="How many faults.")] = 40,
     kinds: Annotated[str, typer.Option(help="Only these kinds of fault, with commas between; empty: all.")] = "",
+    engines: Annotated[int, typer.Option(min=1, help="How many fake engines.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Keep the ledger, logs and snapshots here.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -27,4 +28,5 @@ def chaos(
     except ValueError as exc:
         known = ", ".join(FaultKind)
         raise ConfigError(str(exc), field="--kinds", hint=f"there are {known}") from exc
-    raise typer.Exit(run_chaos(ChaosOptions(seed=seed, faults=faults, out=out, kinds=wanted, as_json=as_json)))
+    asked = ChaosOptions(seed=seed, faults=faults, out=out, engines=engines, kinds=wanted, as_json=as_json)
+    raise typer.Exit(run_chaos(asked))

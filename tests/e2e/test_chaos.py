@@ -53,6 +53,6 @@ def test_forty_faults_lose_nothing_and_every_one_of_them_landed(tmp_path: Path) 
 def test_with_a_safeguard_switched_off_the_same_command_fails(
     tmp_path: Path, disable: str, kind: FaultKind, promise: str
 ) -> None:
-    code, document = _chaos(tmp_path, "--faults", "2", "--kinds", kind, disable=disable)
+    code, document = _chaos(tmp_path, "--faults", "2", "--kinds", kind, "--engines", "1", disable=disable)
     assert code == 1
     assert promise in [one["name"] for one in document["promises"] if not one["ok"]]

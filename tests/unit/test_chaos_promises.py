@@ -135,6 +135,12 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "nothing": (lambda e: e, set()),
     "a point is open": (lambda e: points(e, state="running"), {LOST, DOUBLED}),
     "a snapshot has no points": (lambda e: points(e, reservation="other"), {LOST, SAMPLES}),
+    "a published one was never taken in": (
+        lambda e: replace(
+            e, ledger=replace(e.ledger, points=tuple(row | {"snapshot_id": None} for row in e.ledger.points))
+        ),
+        {LOST},
+    ),
     "a trainer could not drain": (lambda e: replace(e, undrained=["alpha"]), {LOST}),
     "a sound one failed": (
         lambda e: points(e, state="failed", reason="max_attempts"),
