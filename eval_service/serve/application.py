@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,12 +15,11 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.contract.errors import Unavailable
 from eval_service.controller.core import Controller, Parts
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
-from eval_service.fleet_config import FleetConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.services import Services
 from eval_service.ledger.database import Database
@@ -30,6 +27,7 @@ from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
+from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
 
 APPLICATION = "evalfleet"
@@ -38,19 +36,6 @@ MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
 _STOP_S = 5.0
 _QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What every part is handed; it travels to wherever Serve places it."""
-
-    fleet: FleetConfig
-    suites: Path
-
-    @property
-    def ledger(self) -> str:
-        """The ledger's URL."""
-        return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
 
 
 class GatewayDeployment:
@@ -159,26 +144,6 @@ def build(settings: Settings) -> Any:
     ]
     gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
     return gateway.bind(settings, controller, groups)
-
-
-def check(settings: Settings) -> None:
-    """Refuse, before anything starts, what can't work.
-
-    Raises:
-        ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
-    """
-    load_suites(settings.suites)
-    service = settings.fleet.service
-    service.state_dir.mkdir(parents=True, exist_ok=True)
-    (service.state_dir / "logs").mkdir(exist_ok=True)
-    for root in service.roots:
-        if not root.is_dir():
-            raise ConfigError(f"{root} is no directory", field="service.roots", hint="make it, or name another")
-    for name, group in settings.fleet.groups.items():
-        if group.model is not None and not (group.model / "config.json").is_file():
-            raise ConfigError(f"{group.model} is no HF model directory", field=f"groups.{name}.model")
-    lock_of(settings.ledger)
-    Database(settings.ledger).close()
 
 
 def _deployment(

@@ -19,6 +19,7 @@ from types import FrameType
 
 from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import FleetConfig, load_fleet
+from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
 _TOKEN_FILE = "ray-token"
@@ -39,19 +40,20 @@ def serve_forever(
     """
     fleet = _overridden(load_fleet(fleet_path), host, port)
     _authenticate(fleet, address)
-    # Only now: importing Ray takes seconds, and it reads its environment.
-    from eval_service.serve.application import APPLICATION, Settings, build, check
-
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
+    # Only now: importing Ray takes seconds, and it reads its environment.
     import ray
     from ray import serve
+
+    from eval_service.serve.application import APPLICATION, build
 
     stop = threading.Event()
     _stop_on_signals(stop)
     temp_dir = Path(tempfile.mkdtemp(prefix="evalfleet-")) if address is None else None
     try:
         _init_ray(address, temp_dir)
+        settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
         options = {"host": fleet.service.host, "port": fleet.service.port}
         serve.start(proxy_location="HeadOnly", http_options=options)
         _stop_on_signals(stop)  # once more: Ray has put its own in their place

@@ -71,9 +71,11 @@ def test_an_engine_killed_in_mid_point_costs_no_sample_and_comes_back_with_its_p
     os.kill(victim.server_pid, signal.SIGKILL)
     done = _one_end(live, "kill-engine")
     assert {sample.engine for sample in live.samples(done.id)} - {victim.id}, "the others took over"
-    back = next(engine for engine in live.wait_engines() if engine.id == victim.id)
-    assert back.nonce != victim.nonce
-    assert back.weight_version is None
+
+    def back() -> EngineView | None:
+        return next((e for e in live.wait_engines() if e.id == victim.id and e.nonce != victim.nonce), None)
+
+    assert wait_for(back, "the engine to come back").weight_version is None
     assert not psutil.pid_exists(victim.server_pid)
 
 
@@ -103,7 +105,11 @@ def test_an_engines_whole_replica_killed_leaves_no_orphan_and_its_point_ends(liv
     os.kill(victim.replica_pid, signal.SIGKILL)
     _one_end(live, "kill-replica")
     wait_for(lambda: not psutil.pid_exists(victim.server_pid or 0), "its server to be ended", 30)
-    assert victim.id not in [engine.id for engine in live.wait_engines()], "another replica took its place"
+
+    def replaced() -> bool:
+        return victim.id not in [engine.id for engine in live.wait_engines()]
+
+    wait_for(replaced, "another replica to take its place")
 
 
 class _Dispatches(threading.Thread):

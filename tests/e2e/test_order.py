@@ -179,7 +179,6 @@ def test_a_trainer_killed_between_publishing_and_posting_has_its_point_taken_in_
 
 
 def test_with_the_service_away_training_goes_on_and_the_outbox_keeps_what_the_scan_takes_in(live: Live) -> None:
-    live.client.put_run("away", RunSpec(root=str(live.root), suites=(SUITE,)))
     nobody = f"http://127.0.0.1:{free_port()}"
     training = Training(live, "away", {"eval": {"url": nobody, "drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}})
     training.start()
@@ -187,6 +186,7 @@ def test_with_the_service_away_training_goes_on_and_the_outbox_keeps_what_the_sc
     receipt = json.loads((live.root / "away" / names.OUTBOX / names.RECEIPT).read_text())
     assert not receipt["drained"]
     assert {line["step"] for line in receipt["deferred"]} == {0, 2, 4}
+    live.client.put_run("away", RunSpec(root=str(live.root), suites=(SUITE,)))
     points = live.ended("away", 3)
     assert [(point.step, point.state) for point in points] == [(0, DONE), (2, DONE), (4, DONE)]
     outbox = live.root / "away" / names.OUTBOX

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +40,20 @@ def test_a_run_of_few_steps_has_exactly_three_points_done_on_the_pinned_weights(
     assert len(receipt["done"]) == 3
     wait_for(lambda: live.snapshots("three") == [4], "what is left to be `keep`")
     assert not list((live.root / "three").glob(".*")), "no partial directory is left"
+
+
+def test_the_check_command_exits_0_only_for_what_is_there(live: Live) -> None:
+    training = Training(live, "checked")
+    training.start()
+    training.finish()
+
+    def check(*demands: str) -> int:
+        command = [sys.executable, "-m", "eval_service.cli.main", "check", "checked", "--url", live.url, *demands]
+        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode
+
+    right = ("--metric", "exact_match", "--threshold", "0.0", "--expect-points", "3")
+    assert check(*right) == 0
+    assert check(*right[:-1], "2") == 1, "one more than expected"
+    assert check(*right[:-1], "4") == 1, "one fewer than expected"
+    assert check("--metric", "f1", *right[2:]) == 1, "no such metric"
+    assert check(*right[:3], "1.1", *right[4:]) == 1, "too low"

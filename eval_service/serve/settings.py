@@ -1,0 +1,58 @@
+"""What every part of the application is handed, checked before Ray is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eval_service.contract.errors import ConfigError
+from eval_service.engine.grades import resolve_grade
+from eval_service.fleet_config import FleetConfig
+from eval_service.ledger.database import Database
+from eval_service.ledger.lock import lock_of
+from eval_service.suites.suite import load_suites
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every part is handed; it travels to wherever Serve places it."""
+
+    fleet: FleetConfig
+    suites: Path
+
+    @property
+    def ledger(self) -> str:
+        """The ledger's URL."""
+        return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
+
+    def with_grades(self, *, cuda: bool) -> Settings:
+        """Turn `auto` into a grade by what the whole cluster has: a replica sees only the GPUs that it was given.
+
+        Raises:
+            ConfigError: a grade that can't be there.
+        """
+        groups = {
+            name: group.model_copy(update={"grade": resolve_grade(group.grade, cuda=cuda).value})
+            for name, group in self.fleet.groups.items()
+        }
+        return replace(self, fleet=self.fleet.model_copy(update={"groups": groups}))
+
+
+def check(settings: Settings) -> None:
+    """Refuse, before anything starts, what can't work.
+
+    Raises:
+        ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
+    """
+    load_suites(settings.suites)
+    service = settings.fleet.service
+    service.state_dir.mkdir(parents=True, exist_ok=True)
+    (service.state_dir / "logs").mkdir(exist_ok=True)
+    for root in service.roots:
+        if not root.is_dir():
+            raise ConfigError(f"{root} is no directory", field="service.roots", hint="make it, or name another")
+    for name, group in settings.fleet.groups.items():
+        if group.model is not None and not (group.model / "config.json").is_file():
+            raise ConfigError(f"{group.model} is no HF model directory", field=f"groups.{name}.model")
+    lock_of(settings.ledger)
+    Database(settings.ledger).close()

@@ -1,0 +1,49 @@
+"""Joining a cluster: without its token the command refuses at once and says how to give it one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLEET = """
+[service]
+roots = ["."]
+
+[groups.eval]
+model = "model"
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    (tmp_path / "suites.toml").write_text('[suites.s]\ndatasets = [{ name = "d", path = "rows.jsonl" }]\n')
+    return ("--fleet", str(tmp_path / "fleet.toml"), "--suites", str(tmp_path / "suites.toml"))
+
+
+def test_a_cluster_is_not_joined_without_its_token_and_the_hint_says_how(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    command = [sys.executable, "-m", "eval_service.cli.main", "serve", *files, "--address", "127.0.0.1:6379"]
+    # Refusing needs no Ray: importing it alone would take longer than this may.
+    end = subprocess.run(
+        command, env=kept | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert end.returncode == 2
+    assert "RAY_AUTH_TOKEN" in end.stderr
+    assert "address" in end.stderr
+    assert len(end.stderr.strip().splitlines()) == 1
+
+
+def test_what_cannot_work_is_refused_by_name_before_anything_starts(files: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "eval_service.cli.main", "serve", *files]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert end.returncode == 2
+    assert "groups.eval.model" in end.stderr
