@@ -77,6 +77,17 @@ CUTS_THE_API = frozenset(
 )
 """Faults during which a dispatch may go unanswered for a while."""
 
+CUTS_THE_CONTROLLER = frozenset(
+    {
+        FaultKind.KILL_CONTROLLER,
+        FaultKind.STOP_CONTROLLER,
+        FaultKind.LOSE_LOCK,
+        FaultKind.KILL_SERVICE,
+        FaultKind.SERVICE_DISK_FULL,
+    }
+)
+"""Faults during which no controller may act for a while."""
+
 _SERVE_REPLACES = frozenset({FaultKind.STOP_CONTROLLER, FaultKind.STOP_GATEWAY, FaultKind.STOP_REPLICA})
 
 # Costs a minute of everybody's time, so it comes once in so many faults, and not in a short list.

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from eval_service.chaos.evidence import Evidence
-from eval_service.chaos.faults import CUTS_THE_API, FaultKind
+from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
 from eval_service.chaos.world import SUITES
 from eval_service.contract.states import ENDS, PointState, Reason
@@ -199,13 +199,17 @@ def _dispatch_answered(evidence: Evidence) -> Iterator[str]:
 
 
 def _recovers(evidence: Evidence) -> Iterator[str]:
-    restarts = [done for done in evidence.faults if done.fault.kind is FaultKind.KILL_SERVICE]
-    spans = [(outage.since, outage.until, "dispatch was unanswered") for outage in evidence.seen.outages]
-    spans += [(since, until, "no controller acted") for since, until in evidence.seen.silences]
-    for since, until, what in spans:
-        restarted = any(done.began_at <= until and done.ended_at >= since for done in restarts)
-        if until - since > (RESTART_S if restarted else RECOVERY_S):
-            yield f"{what} for {until - since:.1f} s"
+    spans = [(outage.since, outage.until, "dispatch was unanswered", CUTS_THE_API) for outage in evidence.seen.outages]
+    spans += [(*silence, "no controller acted", CUTS_THE_CONTROLLER) for silence in evidence.seen.silences]
+    for since, until, what, kinds in spans:
+        during = [done for done in evidence.faults if done.began_at <= until and done.ended_at >= since]
+        restarted = any(done.fault.kind is FaultKind.KILL_SERVICE for done in during)
+        # One fault upon another starts the time anew.
+        turns = [at for done in during if done.fault.kind in kinds for at in (done.began_at, done.ended_at)]
+        moments = sorted([since, until, *(at for at in turns if since < at < until)])
+        longest = max(later - former for former, later in pairwise(moments))
+        if longest > (RESTART_S if restarted else RECOVERY_S):
+            yield f"{what} for {longest:.1f} s"
 
 
 def _all_landed(evidence: Evidence) -> Iterator[str]:

@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
         lambda e: replace(
             e,
             seen=Seen(probes=1, outages=[Outage(10.0, 11.0 + RECOVERY_S, "refused")]),
-            faults=[Done(Fault(0, FaultKind.KILL_GATEWAY, 0, 0.0, 1, None, 0.0), True, 9.0, 12.0, "")],
+            faults=[Done(Fault(0, FaultKind.KILL_GATEWAY, 0, 0.0, 1, None, 0.0), True, 9.0, 10.0, "")],
         ),
         {RECOVERS},
     ),
@@ -226,6 +226,14 @@ def test_an_unanswered_dispatch_after_a_fault_to_the_api_needs_no_other_reason(s
     fault = Fault(0, FaultKind.STOP_GATEWAY, 0, 0.0, 1, None, 0.0)
     seen = Seen(probes=1, outages=[Outage(10.0, 20.0, "refused")])
     assert broken(replace(sound, seen=seen, faults=[Done(fault, True, 9.0, 15.0, "")])) == set()
+
+
+def test_a_second_fault_before_the_recovery_from_the_first_starts_the_time_anew(sound: Evidence) -> None:
+    kills = [Fault(number, FaultKind.KILL_CONTROLLER, 0, 0.0, 1, None, 0.0) for number in range(2)]
+    seen = Seen(probes=1, silences=[(0.0, RECOVERY_S + 20.0)])
+    first, second = (Done(kill, True, at, at, "") for kill, at in zip(kills, (0.5, 30.0), strict=True))
+    assert broken(replace(sound, seen=seen, faults=[first])) == {RECOVERS}
+    assert broken(replace(sound, seen=seen, faults=[first, second])) == set()
 
 
 def test_a_late_point_of_a_run_that_lets_points_give_way_may_be_busy(sound: Evidence) -> None:
