@@ -229,12 +229,15 @@ class SimulatedTrainer:
 
     def _send(self, request: DispatchRequest) -> None:
         try:
-            reply = self._client.dispatch(request)
+            reply = self._client.dispatch(request) if self._announce() else None
         except Unavailable:
-            self._outbox.put(request.model_copy(update={"deferred": True}))
-            self._diary.write("kept", reservation=request.reservation)
+            reply = None
         except EvalfleetError as exc:
             self._diary.write("refused", reservation=request.reservation, detail=str(exc))
+            return
+        if reply is None:
+            self._outbox.put(request.model_copy(update={"deferred": True}))
+            self._diary.write("kept", reservation=request.reservation)
         else:
             self._diary.write("posted", reservation=request.reservation, outcome=reply.outcome)
 
