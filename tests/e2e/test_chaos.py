@@ -43,16 +43,10 @@ def test_forty_faults_lose_nothing_and_every_one_of_them_landed(tmp_path: Path) 
     assert any(state.startswith("done") for state in document["points"])
 
 
-@pytest.mark.parametrize(
-    ("disable", "kind", "promise"),
-    [
-        ("epoch", FaultKind.LOSE_LOCK, "one controller acts"),
-        ("scan", FaultKind.KILL_TRAINER_UNSENT, "no point is lost"),
-    ],
-)
-def test_with_a_safeguard_switched_off_the_same_command_fails(
-    tmp_path: Path, disable: str, kind: FaultKind, promise: str
-) -> None:
-    code, document = _chaos(tmp_path, "--faults", "2", "--kinds", kind, "--engines", "1", disable=disable)
+def test_with_the_epoch_check_or_the_scan_switched_off_the_same_command_fails(tmp_path: Path) -> None:
+    """Both in one run: what misses the one promise can't miss the other."""
+    kinds = ",".join((FaultKind.LOSE_LOCK, FaultKind.KILL_TRAINER_UNSENT))
+    code, document = _chaos(tmp_path, "--faults", "2", "--kinds", kinds, "--engines", "1", disable="epoch,scan")
     assert code == 1
-    assert promise in [one["name"] for one in document["promises"] if not one["ok"]]
+    broken = {one["name"] for one in document["promises"] if not one["ok"]}
+    assert broken >= {"one controller acts", "no point is lost"}
