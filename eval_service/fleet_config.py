@@ -40,6 +40,9 @@ class ServiceConfig(Section):
     sample_timeout_s: float = Field(default=300.0, gt=0)
     max_attempts: int = Field(default=3, ge=1)
     engine_lost_s: float = Field(default=5.0, gt=0, description="without a poll; then the engine is lost")
+    handover_s: float = Field(
+        default=10.0, ge=0, description="what a leaving engine has not done by then runs elsewhere"
+    )
     scorer_processes: int = Field(default=1, ge=1)
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
 
@@ -62,6 +65,13 @@ class GroupConfig(Section):
     def bounds(self) -> tuple[int, int]:
         """Least and most engines."""
         return self.num_engines if isinstance(self.num_engines, tuple) else (self.num_engines, self.num_engines)
+
+    @property
+    def desired(self) -> int:
+        """How many engines there should be now."""
+        if self.kind == "attached":
+            return len(self.urls)
+        return 0 if self.kind == "placeholder" else self.bounds[0]
 
     @model_validator(mode="after")
     def _refusals(self) -> Self:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import psutil
 
@@ -174,20 +173,35 @@ class Injector:
     # --- knobs
 
     def _turn(self, fault: Fault) -> tuple[bool, str]:
-        victim = self._victim(fault, Part.ENGINE)
-        if victim is None:
+        """Every engine is told; the first one that feels it is the victim, and the others are told that it is off."""
+        if self._victim(fault, Part.ENGINE) is None:
             return False, "no engine"
         knob, value = _knob(fault)
-        orders = self.service.world.orders
-        felt, order = orders / f"{victim.pid}.felt", orders / f"{victim.pid}.json"
-        before = _lines(felt, knob)
-        beside = order.with_suffix(f".{fault.number}")
-        beside.write_text(json.dumps({knob: value, "times": fault.times}))
-        beside.replace(order)
-        landed = wait_until(lambda: _lines(felt, knob) > before or not alive(victim), _FELT_S)
-        landed = landed and _lines(felt, knob) > before
-        order.unlink(missing_ok=True)
-        return landed, f"pid {victim.pid}, {fault.times} times"
+        before = {process.pid: self._felt(process.pid, knob) for process in self.victims.find(Part.ENGINE)}
+        for pid in before:
+            self._order(fault, pid, knob=knob, value=value, times=fault.times)
+        felt: list[int] = []
+
+        def look() -> bool:
+            felt[:] = [pid for pid, count in before.items() if self._felt(pid, knob) > count]
+            return bool(felt)
+
+        wait_until(look, _FELT_S)
+        for pid in before.keys() - set(felt):
+            self._order(fault, pid, knob=knob, value=value, times=0)
+        return bool(felt), f"pid {', '.join(map(str, felt))}, {fault.times} times" if felt else "no engine felt it"
+
+    def _order(self, fault: Fault, pid: int, **order: object) -> None:
+        path = self.service.world.orders / f"{pid}-{fault.number}.json"
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(order))
+        beside.replace(path)
+
+    def _felt(self, pid: int, knob: str) -> int:
+        try:
+            return (self.service.world.orders / f"{pid}.felt").read_text().split().count(knob)
+        except FileNotFoundError:
+            return 0
 
     # --- the service's own disk
 
@@ -216,10 +230,3 @@ def _knob(fault: Fault) -> tuple[str, bool | float]:
     if fault.kind is FaultKind.SLOW_GENERATION:
         return "latency_s", round(2.0 + 4.0 * fault.variant, 2)
     return fault.kind.value, True
-
-
-def _lines(path: Path, knob: str) -> int:
-    try:
-        return path.read_text().split().count(knob)
-    except OSError:
-        return 0

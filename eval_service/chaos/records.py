@@ -11,8 +11,7 @@ from sqlalchemy import Engine, RowMapping, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from eval_service.contract.states import ENDS, PointState
-from eval_service.ledger.database import EPOCH
-from eval_service.ledger.moves import CONTROLLER_AT
+from eval_service.ledger.database import CONTROLLER_AT, EPOCH
 from eval_service.ledger.schema import attempts, meta, points, snapshots
 
 _ENDS = tuple(state.value for state in ENDS)

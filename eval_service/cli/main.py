@@ -10,7 +10,16 @@ import sys
 
 import typer
 
-from eval_service.cli import chaosing, checking, demonstrating, doctoring, draining, reading, serving
+from eval_service.cli import (
+    chaosing,
+    checking,
+    commanding,
+    demonstrating,
+    doctoring,
+    draining,
+    reading,
+    serving,
+)
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
 USAGE, UNREACHABLE, INTERNAL = 2, 4, 5
@@ -30,6 +39,14 @@ app.command("runs")(reading.runs)
 app.command("points")(reading.points)
 app.command("samples")(reading.samples)
 app.command("drain")(draining.drain)
+app.command("retry")(commanding.retry)
+app.command("cancel")(commanding.cancel)
+app.command("backfill")(commanding.backfill)
+app.command("hold")(commanding.hold)
+app.command("release")(commanding.release)
+app.command("pause")(commanding.pause)
+app.command("resume")(commanding.resume)
+app.command("delete")(commanding.delete)
 app.command("check")(checking.check)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)

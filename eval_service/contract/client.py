@@ -29,6 +29,7 @@ from eval_service.contract.wire import (
     PointView,
     Progress,
     Receipt,
+    RunCommandReply,
     RunSpec,
     RunView,
     SamplePage,
@@ -155,6 +156,48 @@ class EvalClient:
                 if self._clock() >= until:
                     raise
                 self._sleep(min(0.5, max(0.0, until - self._clock())))
+
+    # --- commands
+
+    def retry(self, point: str) -> PointView:
+        """A new attempt of an ended point.
+
+        Raises:
+            Conflict: it is open, done or superseded, or its snapshot is not there.
+        """
+        return self._call(PointView, "POST", f"/points/{point}/retry")
+
+    def cancel(self, point: str) -> PointView:
+        """Take a point back."""
+        return self._call(PointView, "POST", f"/points/{point}/cancel")
+
+    def hold(self, point: str) -> PointView:
+        """Keep a point's snapshot from garbage collection."""
+        return self._call(PointView, "POST", f"/points/{point}/hold")
+
+    def release(self, point: str) -> PointView:
+        """Give a held snapshot back to garbage collection."""
+        return self._call(PointView, "POST", f"/points/{point}/release")
+
+    def cancel_run(self, run: str) -> RunCommandReply:
+        """Take back all that is open of a run."""
+        return self._call(RunCommandReply, "POST", f"/runs/{check_run(run)}/cancel")
+
+    def backfill(self, run: str) -> RunCommandReply:
+        """Retry what was skipped or failed, while its snapshot is there."""
+        return self._call(RunCommandReply, "POST", f"/runs/{check_run(run)}/backfill")
+
+    def pause(self, run: str) -> RunView:
+        """Start no further points of a run."""
+        return self._call(RunView, "POST", f"/runs/{check_run(run)}/pause")
+
+    def resume(self, run: str) -> RunView:
+        """End a pause."""
+        return self._call(RunView, "POST", f"/runs/{check_run(run)}/resume")
+
+    def delete_run(self, run: str) -> RunView:
+        """Delete a run with its results and our own snapshots of it."""
+        return self._call(RunView, "DELETE", f"/runs/{check_run(run)}")
 
     # --- readers
 

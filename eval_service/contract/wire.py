@@ -25,6 +25,7 @@ def _run(value: str) -> str:
 RunName = Annotated[str, AfterValidator(_run)]
 Step = Annotated[int, Field(ge=0, le=10**12)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Uuid = Annotated[str, Field(pattern=r"^[0-9a-fA-F-]{32,36}$")]
 
@@ -87,7 +88,7 @@ class RunSpec(Wire):
     overflow: Overflow = Overflow.BACKPRESSURE
     max_in_flight: int = Field(default=2, ge=1, description="snapshots not settled")
     keep: int = Field(default=2, ge=0, description="most recently settled snapshots that GC leaves")
-    priority: int = 0
+    priority: Priority = Field(default=0, description="of its points that name none of their own; higher goes first")
     max_engines: int | None = Field(default=None, ge=1, description="quota of engines; None: all")
     num_steps: Step | None = Field(default=None, description="the last step, if it is known")
 
@@ -97,7 +98,7 @@ class RunView(Wire):
 
     run: str
     spec: RunSpec
-    state: Literal["active", "paused", "drained"]
+    state: Literal["active", "paused", "drained", "deleting"]
     step: int | None = Field(description="the trainer's step, from its last progress call")
     progress_at: float | None
     created_at: float
@@ -123,7 +124,9 @@ class DispatchRequest(Wire):
     suites: tuple[SuiteName, ...] | None = Field(default=None, description="None: all of the run's")
     kind: Kind = Kind.PERIODIC
     force: bool = False
-    priority: int = 0
+    priority: Priority | None = Field(
+        default=None, description="higher goes first; None: the run's, whatever it is by then"
+    )
     reservation: Uuid
     snapshot: str | None = Field(default=None, description="absolute path of the directory")
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
@@ -224,6 +227,7 @@ class PointView(Wire):
     started_at: float | None
     ended_at: float | None
     samples_path: str | None
+    held: bool = Field(default=False, description="somebody keeps its snapshot from garbage collection")
     history: tuple[AttemptView, ...] = ()
 
 
@@ -265,6 +269,23 @@ class PointReport(Wire):
 
     reason: Literal[Reason.EXPORT_FAILED] = Reason.EXPORT_FAILED
     detail: str = Field(default="", max_length=4000)
+
+
+class LeftPoint(Wire):
+    """A point that a command on a whole run left as it is, and why."""
+
+    point: str
+    step: int
+    suite: str
+    why: str
+
+
+class RunCommandReply(Wire):
+    """`POST /runs/{run}/cancel` and `backfill`: which points it is about, and which were left."""
+
+    run: str
+    points: tuple[PointRef, ...]
+    left: tuple[LeftPoint, ...] = ()
 
 
 # --- drain ----------------------------------------------------------------------------------------------------------

@@ -6,22 +6,25 @@ Both run in threads, one at a time each, so that neither a slow file system nor 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from eval_service.contract.errors import EvalfleetError
+from eval_service.contract.errors import EvalfleetError, SnapshotFault
+from eval_service.contract.manifest import read_manifest
 from eval_service.controller.db import LedgerThread
 from eval_service.fleet_config import ServiceConfig
-from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover
+from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover, remove_results
 from eval_service.gc.plan import plan_deletions, plan_leftovers
 from eval_service.intake import Scan, scan_run
 from eval_service.ledger.intents import Intents
-from eval_service.ledger.retention import Retention
+from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+AGAIN_S = 10.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
@@ -35,6 +38,7 @@ class Housekeeping:
         self._next_scan = 0.0
         self._next_leftovers = 0.0
         self._collect = True
+        self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def something_settled(self) -> None:
@@ -46,9 +50,10 @@ class Housekeeping:
         now = time.monotonic()
         if now >= self._next_scan and self._start("scan", self._scan):
             self._next_scan = now + self._service.scan_interval_s
+            self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
-        if self._collect and self._start("collect", self._collect_settled):
+        if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
     async def close(self) -> None:
@@ -70,11 +75,17 @@ class Housekeeping:
             await work()
         except (EvalfleetError, OSError) as exc:
             log.warning("%s: %s; it is tried again", name, exc)
+            if work == self._collect_settled:
+                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
+        except Exception:
+            log.exception("%s; it is tried again with the next occasion", name)
 
     # --- what nobody sent
 
     async def _scan(self) -> None:
         for place in await self._ledger(self._retention.places):
+            if place.deleting:
+                continue
             found = await asyncio.to_thread(scan_run, place.root, place.run, self._retention.has)
             await self._take_in(found)
 
@@ -96,14 +107,38 @@ class Housekeeping:
 
     async def _collect_settled(self) -> None:
         places = {place.run: place for place in await self._ledger(self._retention.places)}
+        await self._describe()
         rows = await self._ledger(self._retention.on_storage)
+        refused = set()
         for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
+            if not await self._ledger(self._retention.claim, deletion.id):
+                self._collect = True  # somebody came to need it, or may: look again
+                continue
             try:
                 await asyncio.to_thread(collect, deletion, places[deletion.run].root)
             except Refused as exc:
                 log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
+                refused.add(deletion.id)
                 continue
             await self._ledger(self._retention.deleted, deletion.id)
+        for place in places.values():
+            if place.deleting:
+                await self._delete_run(place, refused)
+
+    async def _describe(self) -> None:
+        """Read the nonce of exports whose points ended before the checks, so that they can be told to be ours."""
+        for snapshot in await self._ledger(self._retention.undescribed):
+            with contextlib.suppress(SnapshotFault):  # not there, or damaged: it is left alone
+                manifest = await asyncio.to_thread(read_manifest, snapshot.path)
+                await self._ledger(self._retention.describe, snapshot, manifest)
+
+    async def _delete_run(self, place: RunPlace, refused: Collection[str]) -> None:
+        left = plan_deletions(await self._ledger(self._retention.on_storage), {place.run: 0})
+        if any(deletion.id not in refused for deletion in left):
+            return
+        await asyncio.to_thread(remove_results, place.root, place.run)
+        if not await self._ledger(self._retention.forget, place.run):
+            self._collect = True
 
     async def _sweep(self) -> None:
         reserved = await self._ledger(self._retention.reserved_runs)

@@ -5,8 +5,8 @@ truly proven or refused. `fake_answers.json` in a model's directory ({prompt: an
 knows. One suite runs against this and against real SGLang (tests/integration/test_engine_contract.py).
 
 The boot comes over standard input: {model, host, port, knobs, api_key, admin_api_key}. `POST /_knobs` (admin key) turns
-knobs at run time; who has no key leaves `<orders>/<pid>.json` ({knob: value, "times": n}) where the knob `orders` says.
-A knob turned so is off again once it has been felt n times, and each time is a line in `<pid>.felt`.
+knobs at run time; who has no key leaves `<pid>-<any>.json` ({knob, value, times}) in the directory that `orders` names.
+A knob turned so is off again once it has been felt so many times, and each time is a line in `<pid>.felt`.
 """
 
 from __future__ import annotations
@@ -71,36 +71,43 @@ class Knobs:
 
 
 class Orders:
-    """Knobs turned by files, each for so many times."""
+    """Knobs turned by files, each for so many times; 0 times takes an order back."""
 
     def __init__(self, directory: Path, knobs: Knobs) -> None:
-        self._order = directory / f"{os.getpid()}.json"
-        self._felt = directory / f"{os.getpid()}.felt"
+        self._directory = directory
         self._knobs = knobs
         self._usual: dict[str, Any] = {}
-        self._left = 0
+        self._left: dict[str, int] = {}
 
     async def obey(self) -> None:
-        """Look for orders for ever; one is taken by removing it."""
+        """Look for orders for ever; one is taken by removing its file."""
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                order = json.loads(self._order.read_text())
-                self._order.unlink()
-                self._left = int(order.pop("times"))
-                self._usual = {name: getattr(self._knobs, name) for name in order}
-                self._knobs.turn(order)
+            for path in sorted(self._directory.glob(f"{os.getpid()}-*.json")):
+                with contextlib.suppress(FileNotFoundError):  # whoever gave it may have taken it back
+                    order = json.loads(path.read_text())
+                    path.unlink()
+                    self._take(**order)
             await asyncio.sleep(_LOOK_S)
 
     def felt(self, knob: str) -> None:
         """A knob did something; one that was ordered is turned back after its last time."""
-        if knob not in self._usual:
+        if knob not in self._left:
             return
-        with self._felt.open("a") as file:
+        with (self._directory / f"{os.getpid()}.felt").open("a") as file:
             file.write(f"{knob}\n")
-        self._left -= 1
-        if self._left <= 0:
-            usual, self._usual = self._usual, {}
-            self._knobs.turn(usual)
+        self._left[knob] -= 1
+        if self._left[knob] <= 0:
+            self._turn_back(knob)
+
+    def _take(self, knob: str, value: Any, times: int) -> None:
+        self._turn_back(knob)
+        if times > 0:
+            self._usual[knob], self._left[knob] = getattr(self._knobs, knob), times
+            self._knobs.turn({knob: value})
+
+    def _turn_back(self, knob: str) -> None:
+        if self._left.pop(knob, None) is not None:
+            self._knobs.turn({knob: self._usual.pop(knob)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from eval_service.engine.protocol import (
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
 
+Boot = Callable[[GroupConfig, BootOptions, Clock], Awaitable[Server]]
 _log = logging.getLogger(__name__)
 _MAX_BOOT_FAILURES = 2
 _MAX_BACKOFF_S = 2.0
@@ -59,6 +60,7 @@ class EngineRunner:
         group_name: the group that it belongs to.
         node: where it runs, as the controller should show it.
         link: how the controller is reached; whatever it raises, serving goes on.
+        boot: starts a server; tests start one in their own process.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class EngineRunner:
         link: ControllerLink,
         times: RunnerTimes | None = None,
         clock: Clock | None = None,
+        boot: Boot = boot_server,
     ) -> None:
+        self._boot = boot
         self.engine_id = engine_id
         self._group_name = group_name
         self._group = group
@@ -92,7 +96,9 @@ class EngineRunner:
         self._restart = asyncio.Event()
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._seen: set[str] = set()
+        self._taken: dict[str, None] = {}
         self._results: dict[str, CommandResult] = {}
+        self._reports = 0
         self._epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
@@ -112,6 +118,11 @@ class EngineRunner:
             await self._ended.wait()
         finally:
             await self._end_tasks()
+
+    def leave(self) -> None:
+        """Say that it is about to end: it is given nothing more, and serving goes on until `stop`."""
+        self._leaving = True
+        self._changed.set()
 
     async def stop(self) -> None:
         """End the server's process group and the tasks; bounded, and harmless when repeated."""
@@ -134,6 +145,7 @@ class EngineRunner:
     def report(self) -> EngineReport:
         """What a poll tells."""
         server = self._server
+        self._reports += 1
         return EngineReport(
             engine=self.engine_id,
             group=self._group_name,
@@ -150,6 +162,8 @@ class EngineRunner:
             context_length=server.model.context_length if server else None,
             weight_version=server.weight_version if server else None,
             restarts=self._restarts,
+            number=self._reports,
+            taken=tuple(self._taken),
             results=tuple(self._results.values()),
         )
 
@@ -159,7 +173,7 @@ class EngineRunner:
         failures = 0
         while True:
             try:
-                server = await boot_server(self._group, self._options, self._clock)
+                server = await self._boot(self._group, self._options, self._clock)
             except ConfigError as exc:
                 raise EngineFatal(str(exc)) from exc
             except (BootFailed, OSError) as exc:
@@ -178,11 +192,11 @@ class EngineRunner:
                 why = await self._watch(server)
                 _log.warning("engine %s: %s", self.engine_id, why)
                 self._restarts += 1
+                self._become(EngineState.RESTARTING, why)
             finally:
                 self._up.clear()
                 self._server = None
                 await server.stop()
-            self._become(EngineState.RESTARTING, why)
 
     async def _watch(self, server: Server) -> str:
         """Return, with the reason, once the server has to be started anew."""
@@ -258,6 +272,7 @@ class EngineRunner:
             self._finish(_refused(command, PinError.STALE_EPOCH, f"epoch {command.epoch}; {self._epoch} was seen"))
             return
         self._epoch = command.epoch
+        self._taken[command.id] = None
         self._commands.put_nowait(command)
 
     # --- commands
@@ -273,7 +288,7 @@ class EngineRunner:
 
     async def _run_command(self, command: Command) -> CommandResult:
         if command.kind is CommandKind.LEAVE:
-            self._leaving = True
+            self.leave()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
@@ -335,6 +350,7 @@ class EngineRunner:
     # --- inside
 
     def _finish(self, result: CommandResult) -> None:
+        self._taken.pop(result.id, None)
         self._results[result.id] = result
         self._changed.set()
 

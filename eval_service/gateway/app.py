@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError
+from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
 from eval_service.gateway import dispatch, drains, operations, points, runs
 from eval_service.gateway.services import Services
 
@@ -29,6 +29,7 @@ def build_app(services: Services) -> FastAPI:
         title="Evalfleet",
         version=services.version,
         description="Evaluates every checkpoint of a training run while the run goes on.",
+        dependencies=[Depends(_check_query)],
         responses={"default": {"model": ErrorEnvelope, "description": "any error"}},
     )
     app.state.services = services
@@ -37,6 +38,7 @@ def build_app(services: Services) -> FastAPI:
     app.add_exception_handler(EvalfleetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(_BodyLimit)
     return app
 
@@ -54,7 +56,9 @@ async def _on_error(_request: Request, exc: Exception) -> Response:
 async def _on_invalid(_request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
     fault = exc.errors()[0]
-    where = [str(part) for part in fault["loc"] if part not in ("body", "query", "path")]
+    # Of JSON that can't be read, the place is an offset and no field.
+    named = fault["loc"] if fault["type"] != "json_invalid" else ()
+    where = [str(part) for part in named if part not in ("body", "query", "path")]
     unknown = fault["type"] == "extra_forbidden"
     body = ErrorBody(
         code="invalid_request",
@@ -69,6 +73,21 @@ async def _on_http(_request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     code = _CODES.get(exc.status_code, "http_error")
     return _envelope(exc.status_code, ErrorBody(code=code, message=str(exc.detail)))
+
+
+async def _on_bug(_request: Request, exc: Exception) -> Response:
+    """Starlette writes the traceback to the log; the caller gets its name."""
+    return _envelope(500, ErrorBody(code="internal", message=f"{type(exc).__name__}; the service's log has the rest"))
+
+
+async def _check_query(request: Request) -> None:
+    """A misspelt parameter would be left out in silence, and the answer be that to another question."""
+    route = request.scope["route"]
+    known = [parameter.alias for parameter in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = f"there is: {', '.join(known)}" if known else "this route has none"
+            raise InvalidRequest("unknown query parameter", field=name, hint=hint)
 
 
 @dataclass

@@ -32,9 +32,8 @@ async def receipt(
 
 
 async def _wait(services: Services, drain: str, wait_s: float) -> Receipt:
-    found = await poll_until(lambda: services.views.receipt(drain), lambda receipt: not receipt.open, wait_s)
-    if found.open:
-        return found
-    # Several callers may end it at once; the first receipt is kept, and all get that one.
-    await asyncio.to_thread(services.intents.end_drain, drain, found.model_dump_json())
-    return await asyncio.to_thread(services.views.receipt, drain)
+    views, intents = services.views, services.intents
+    if not await poll_until(lambda: views.drain_is_open(drain), lambda is_open: not is_open, wait_s):
+        # The controller may have done so already; the first receipt is kept, and all callers get that one.
+        await asyncio.to_thread(intents.end_drain, drain)
+    return await asyncio.to_thread(views.receipt, drain)

@@ -1,19 +1,22 @@
-"""`/points`: the curve, one point, its samples; and the report of an export that failed."""
+"""`/points`: the curve, one point, its samples; and what may be asked of a point."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from eval_service.contract.errors import NotFound
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import PointPage, PointReport, PointView, SamplePage, Step
-from eval_service.gateway.services import Given
+from eval_service.gateway.services import Given, Services, carried_out
 from eval_service.suites.samples import Which, read_samples
 
 routes = APIRouter(tags=["points"])
+ASKED: dict[int | str, dict[str, Any]] = {202: {"model": PointView, "description": "written, not carried out yet"}}
 
 
 @routes.get("/points")
@@ -51,9 +54,39 @@ def get_samples(
     return read_samples(Path(point.samples_path), offset=offset, limit=limit, which=which)
 
 
-@routes.post("/points/{id}/report")
-def report(id: str, told: PointReport, services: Given) -> PointView:
+@routes.post("/points/{id}/report", responses=ASKED)
+async def report(id: str, told: PointReport, services: Given, response: Response) -> PointView:
     """A reserved point's export failed: the controller ends it as `skipped: export_failed`."""
-    services.intents.report_export_failed(id, told.detail)
-    services.wake()
+    numbers = await asyncio.to_thread(services.orders.report_export_failed, id, told.detail)
+    return await _answer(services, id, numbers, response)
+
+
+@routes.post("/points/{id}/cancel", responses=ASKED)
+async def cancel(id: str, services: Given, response: Response) -> PointView:
+    """Take a point back, also one that runs; 409 where it has ended otherwise."""
+    return await _answer(services, id, await asyncio.to_thread(services.orders.cancel, id), response)
+
+
+@routes.post("/points/{id}/retry", responses=ASKED)
+async def retry(id: str, services: Given, response: Response) -> PointView:
+    """A new attempt of an ended point, while its snapshot is there; else 409."""
+    return await _answer(services, id, await asyncio.to_thread(services.orders.retry, id), response)
+
+
+@routes.post("/points/{id}/hold")
+def hold(id: str, services: Given) -> PointView:
+    """Keep a point's snapshot from garbage collection."""
+    services.orders.hold(id)
     return services.views.point(id)
+
+
+@routes.post("/points/{id}/release")
+def release(id: str, services: Given) -> PointView:
+    """Give a held snapshot back to garbage collection."""
+    services.orders.release(id)
+    return services.views.point(id)
+
+
+async def _answer(services: Services, point: str, numbers: Collection[int], response: Response) -> PointView:
+    await carried_out(services, numbers, response)
+    return await asyncio.to_thread(services.views.point, point)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, TypeVar, cast
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 
 from eval_service.ledger.intents import Intents
+from eval_service.ledger.orders import Orders
 from eval_service.ledger.views import Views
 
 LONG_POLL_S = 20.0
+CARRY_OUT_S = 2.0  # how long an order waits for the controller before it answers 202
 LOOK_S = 0.1  # how often a waiting request looks at the ledger
 _T = TypeVar("_T")
 
@@ -25,6 +27,7 @@ class Services:
     """
 
     intents: Intents
+    orders: Orders
     views: Views
     version: str
     wake: Callable[[], None]
@@ -35,6 +38,15 @@ def _services(request: Request) -> Services:
 
 
 Given = Annotated[Services, Depends(_services)]
+
+
+async def carried_out(services: Services, numbers: Collection[int], response: Response) -> None:
+    """Wake the controller and wait for it a little; 202 where it has not carried the commands out by then."""
+    if not numbers:
+        return
+    services.wake()
+    if not await poll_until(lambda: services.views.carried_out(numbers), bool, CARRY_OUT_S):
+        response.status_code = 202
 
 
 async def poll_until(look: Callable[[], _T], done: Callable[[_T], bool], wait_s: float) -> _T:

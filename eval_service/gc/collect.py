@@ -89,6 +89,18 @@ def remove_leftover(leftover: Leftover, root: Path) -> Collected:
         return Collected(leftover.name, _remove(handle, leftover.name) if handle is not None else 0)
 
 
+def remove_results(root: Path, run: str) -> None:
+    """Delete a run's samples, as its deletion asks for.
+
+    Raises:
+        Refused: the run's root is not its own.
+        OSError: the file system would not have it.
+    """
+    with _run_root(root, run) as handle:
+        if handle is not None:
+            _remove(handle, names.EVALS)
+
+
 def _own_name(deletion: Deletion, root: Path) -> str:
     """The directory's name, if its path is directly in the run's own root and names its step and digest."""
     path, own = Path(deletion.path), names.run_dir(root, deletion.run)

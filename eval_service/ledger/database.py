@@ -10,17 +10,22 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, select, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
+from eval_service.ledger.place import check_local, read_mounts
 from eval_service.ledger.schema import SCHEMA_VERSION, meta, metadata
 
 EPOCH = "epoch"
 VERSION = "schema_version"
+CONTROLLER_AT = "controller_at"
+FLEET = "fleet"
+CONTROLLER_SILENT_S = 5.0  # a controller that has not shown itself for so long is taken for dead
 
 
 class Fenced(EvalfleetError):
@@ -36,19 +41,32 @@ class Database:
     Args:
         url: an SQLAlchemy URL; `sqlite:////path/ledger.db` or `postgresql+psycopg://...`.
         clock: Unix seconds.
+        mounts: the kernel's table of mounts.
+
+    Raises:
+        ConfigError: a SQLite file on a network file system, or a ledger of another version.
     """
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, url: str, *, clock: Callable[[], float] = time.time, mounts: Callable[[], str] = read_mounts
+    ) -> None:
         self.url = url
         self.clock = clock
-        self.engine = _open(url)
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite" and parsed.database:
+            check_local(Path(parsed.database), mounts=mounts)
+        self.engine = _open(parsed)
         with self.writing() as connection:
             metadata.create_all(connection)
             _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
             _seed(connection, EPOCH, "0", clock())
             found = _get(connection, VERSION)
         if found != str(SCHEMA_VERSION):
-            raise ConfigError(f"the ledger has schema {found}; this version writes {SCHEMA_VERSION}", field="ledger")
+            raise ConfigError(
+                f"the ledger has schema {found}; this version writes {SCHEMA_VERSION}",
+                field="service.ledger",
+                hint="serve it with the version that wrote it, or set another service.state_dir",
+            )
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -112,8 +130,7 @@ def _get(connection: Connection, key: str) -> str | None:
     return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar_one_or_none()
 
 
-def _open(url: str) -> Engine:
-    parsed = make_url(url)
+def _open(parsed: URL) -> Engine:
     if parsed.get_backend_name() != "sqlite":
         return create_engine(parsed, pool_pre_ping=True)
     engine = create_engine(parsed, connect_args={"timeout": 10.0, "check_same_thread": False})

@@ -1,4 +1,4 @@
-"""What gateways write: runs, reservations, arrivals of snapshots, commands, drains. They never move a point.
+"""What trainers make gateways write: runs, reservations, arrivals of snapshots, drains. They never move a point.
 
 A new point starts as `reserved` or as `skipped: busy`. An arrival is written as the point's `snapshot_id`; the
 controller moves the point to `queued` when it sees it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, case, func, insert, select, update
 
 from eval_service.contract.errors import Busy, Conflict, InvalidRequest, NotFound
 from eval_service.contract.names import check_run
@@ -27,11 +27,19 @@ from eval_service.contract.wire import (
     Overflow,
     PointRef,
     RunSpec,
+    Source,
 )
+from eval_service.ledger.commands import Command, give
 from eval_service.ledger.database import Database
+from eval_service.ledger.receipts import end_drain
 from eval_service.ledger.schema import commands, drains, points, runs, snapshots
+from eval_service.ledger.turn import settle
 
 _END_STATES = tuple(state.value for state in ENDS)
+_FOUND_BY_CHECKS = (
+    *("digest", "tensor_digest", "nonce", "manifest", "vocab_size", "admitted_at"),
+    *("deleting_at", "deleted_at"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Intents:
 
         Raises:
             InvalidRequest: a name that can't be one, an unknown suite, or a root outside the service's.
+            Conflict: it is being deleted.
         """
         check_run(run)
         self._check_suites(spec.suites)
@@ -63,12 +72,15 @@ class Intents:
         text = spec.model_copy(update={"root": str(root)}).model_dump_json()
         with self._db.writing() as connection:
             if connection.execute(update(runs).where(runs.c.run == run).values(spec=text)).rowcount == 0:
-                connection.execute(insert(runs).values(run=run, spec=text, state="active", created_at=self._db.clock()))
+                new = {"run": run, "spec": text, "state": "active", "paused": False, "created_at": self._db.clock()}
+                connection.execute(insert(runs).values(**new))
+            else:
+                run_row(connection, run, to_change=True)
 
     def progress(self, run: str, step: int) -> None:
         """Record the trainer's step."""
         with self._db.writing() as connection:
-            _run_row(connection, run)
+            run_row(connection, run)
             connection.execute(update(runs).where(runs.c.run == run).values(step=step, progress_at=self._db.clock()))
 
     # --- dispatch
@@ -79,12 +91,12 @@ class Intents:
         Raises:
             NotFound: the run is not known.
             InvalidRequest: an unknown suite, or a snapshot outside the service's roots.
-            Conflict: the reservation has another step, run or path.
+            Conflict: the reservation has another step, run, suite or path; or the run is being deleted.
             Busy: the run is at its bound and the caller would wait.
         """
         path = str(self._inside_roots(request.snapshot, "snapshot")) if request.snapshot is not None else None
         with self._db.writing() as connection:
-            run = _run_row(connection, request.run)
+            run = run_row(connection, request.run, to_change=True)
             held = _points_of(connection, request.reservation)
             if held:
                 _same_or_conflict(request, held)
@@ -100,11 +112,11 @@ class Intents:
         if not suites:
             raise InvalidRequest("no suite is named", field="suites", hint="leave it out for all of the run's")
         verdict = Granted.GRANTED if path is None else Granted.TAKEN
-        free = request.deferred or _in_flight(connection, request.run) < spec.max_in_flight
+        free = request.deferred or _has_room(connection, request, spec, path)
         if not free and not self._over_bound(connection, request, spec):
             verdict = Granted.SKIPPED
         self._insert(connection, request, suites, verdict)
-        if path is not None and verdict is Granted.TAKEN:
+        if path is not None:
             self._arrive(connection, request, _points_of(connection, request.reservation), path)
         return verdict
 
@@ -155,38 +167,31 @@ class Intents:
             _note_costs(connection, row, request)
         if all(row["snapshot_id"] is not None for row in held):
             return Granted.KNOWN
-        open_rows = [row for row in held if _may_arrive(row)]
-        if not open_rows:
-            return Granted.SKIPPED
-        snapshot = _snapshot_id(connection, request, path, self._db.clock())
-        for row in open_rows:
-            arrival = update(points).where(points.c.id == row["id"])
-            connection.execute(arrival.values(snapshot_id=snapshot, source=request.source))
-        return Granted.TAKEN
+        waits = any(_may_arrive(row) for row in held)
+        now = self._db.clock()
+        snapshot = _snapshot_id(connection, request, path, now)
+        for row in held:
+            # An ended point gets it too: so it can be retried, and GC knows whose the directory is.
+            if row["snapshot_id"] is None:
+                arrival = update(points).where(points.c.id == row["id"])
+                connection.execute(arrival.values(snapshot_id=snapshot, source=request.source))
+        if not waits:
+            settle(connection, snapshot, now)
+        return Granted.TAKEN if waits else Granted.SKIPPED
 
-    # --- commands and drains
-
-    def report_export_failed(self, point: str, detail: str) -> None:
-        """Say that a reserved point's export failed; the controller ends it."""
-        with self._db.writing() as connection:
-            row = connection.execute(select(points).where(points.c.id == point)).mappings().one_or_none()
-            if row is None:
-                raise NotFound(f"no point {point}", field="id")
-            if row["state"] not in (PointState.RESERVED, PointState.SKIPPED):
-                raise Conflict(f"the point is {row['state']}", field="id", hint="only a reserved point can be reported")
-            _command(connection, Reason.EXPORT_FAILED, point, detail, self._db.clock())
+    # --- drains
 
     def begin_drain(self, request: DrainRequest) -> str:
         """Record a drain, or find the one that was begun under this id; returns its id."""
         drain = request.drain or str(uuid.uuid4())
         now = self._db.clock()
         with self._db.writing() as connection:
-            _run_row(connection, request.run)
             row = connection.execute(select(drains.c.run).where(drains.c.id == drain)).one_or_none()
             if row is not None:
                 if row.run != request.run:
                     raise Conflict(f"drain {drain} is of run {row.run}", field="drain")
                 return drain
+            run_row(connection, request.run)
             connection.execute(
                 insert(drains).values(
                     id=drain,
@@ -199,17 +204,12 @@ class Intents:
             )
         return drain
 
-    def end_drain(self, drain: str, receipt: str) -> None:
-        """Keep a drain's receipt; the first one counts."""
+    def end_drain(self, drain: str) -> None:
+        """Keep a drain's receipt if it is over, where no controller has done so; the first one counts."""
         with self._db.writing() as connection:
-            ended = connection.execute(
-                update(drains)
-                .where(drains.c.id == drain, drains.c.ended_at.is_(None))
-                .values(ended_at=self._db.clock(), receipt=receipt)
-            )
-            if ended.rowcount:
-                run = select(drains.c.run).where(drains.c.id == drain).scalar_subquery()
-                connection.execute(update(runs).where(runs.c.run == run).values(state="drained"))
+            row = connection.execute(select(drains).where(drains.c.id == drain)).mappings().one()
+            if row["receipt"] is None:
+                end_drain(connection, row, self._db.clock())
 
     def probe(self) -> None:
         """Whether the ledger can be written.
@@ -241,17 +241,25 @@ class Intents:
         return resolved
 
 
-def _run_row(connection: Connection, run: str) -> RowMapping:
+def run_row(connection: Connection, run: str, *, to_change: bool = False) -> RowMapping:
+    """A run's row, for the rest of the transaction.
+
+    Raises:
+        NotFound: no such run.
+        Conflict: it is to be changed, but is being deleted.
+    """
     row = connection.execute(select(runs).where(runs.c.run == run).with_for_update()).mappings().one_or_none()
     if row is None:
         raise NotFound(f"no run {run!r}", field="run", hint=f"make it known with PUT /runs/{run}")
+    if to_change and row["deleted_at"] is not None:
+        raise Conflict(f"run {run} is being deleted", field="run", hint="use another name, or wait until it is gone")
     return row
 
 
 def _note_run(connection: Connection, request: DispatchRequest, run: RowMapping, now: float) -> None:
     """A dispatch tells the trainer's step, and reopens a drained run."""
     values: dict[str, Any] = {"state": "active"} if run["state"] == "drained" else {}
-    if request.kind is not Kind.MANUAL and not request.deferred and (run["step"] or 0) < request.step:
+    if request.kind is not Kind.MANUAL and not request.deferred and (run["step"] is None or run["step"] < request.step):
         values |= {"step": request.step, "progress_at": now}
     if values:
         connection.execute(update(runs).where(runs.c.run == request.run).values(**values))
@@ -268,6 +276,13 @@ def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping]) -> N
     if (first["run"], first["step"]) != (request.run, request.step):
         raise Conflict(
             f"reservation {request.reservation} is of run {first['run']}, step {first['step']}", field="reservation"
+        )
+    strays = sorted(set(request.suites or ()) - {row["suite"] for row in held})
+    if strays:
+        raise Conflict(
+            f"reservation {request.reservation} has no {strays[0]}",
+            field="suites",
+            hint="reserve further suites under a reservation of their own",
         )
     for row in held:
         if request.snapshot is None or row["path"] is None:
@@ -293,51 +308,56 @@ def _may_arrive(row: RowMapping) -> bool:
     return bool(row["state"] == PointState.RESERVED or late)
 
 
-def _in_flight(connection: Connection, run: str) -> int:
-    """Snapshots of a run that have not settled; each reservation is one."""
-    query = select(func.count(func.distinct(points.c.reservation)))
-    return connection.execute(query.where(points.c.run == run, points.c.state.not_in(_END_STATES))).scalar_one()
+def _has_room(connection: Connection, request: DispatchRequest, spec: RunSpec, path: str | None) -> bool:
+    """Whether the run is below its bound of snapshots in flight, or this one is among them already."""
+    is_open = (points.c.run == request.run) & points.c.state.not_in(_END_STATES)
+    # A reservation stands for the snapshot that is still to come; suites that share one count once.
+    of_each = func.count(func.distinct(func.coalesce(points.c.snapshot_id, points.c.reservation)))
+    if connection.execute(select(of_each).where(is_open)).scalar_one() < spec.max_in_flight:
+        return True
+    if path is None:
+        return False
+    query = select(points.c.id).join(snapshots, snapshots.c.id == points.c.snapshot_id)
+    same = (snapshots.c.step == request.step) & (snapshots.c.path == path)
+    return connection.execute(query.where(is_open, same).limit(1)).first() is not None
 
 
 def _give_way(connection: Connection, run: str, now: float) -> bool:
-    """Let the oldest queued point that is not forced give way to a later one."""
-    asked = select(commands.c.target).where(commands.c.kind == Reason.BUSY, commands.c.done_at.is_(None))
-    query = (
-        select(points.c.id)
-        .where(points.c.run == run, points.c.state == PointState.QUEUED, points.c.force.is_(False))
-        .where(points.c.id.not_in(asked))
-    )
-    oldest = connection.execute(query.order_by(points.c.seq).limit(1)).scalar_one_or_none()
+    """Let the oldest snapshot that only waits and is not forced give way to a later one, with all its points."""
+    is_open = (points.c.run == run) & points.c.state.not_in(_END_STATES)
+    asked = select(commands.c.target).where(commands.c.kind == Command.GIVE_WAY, commands.c.done_at.is_(None))
+    stays = (points.c.state != PointState.QUEUED) | points.c.force.is_(True) | points.c.id.in_(asked)
+    query = select(points.c.snapshot_id).where(is_open, points.c.snapshot_id.is_not(None))
+    query = query.group_by(points.c.snapshot_id).having(func.sum(case((stays, 1), else_=0)) == 0)
+    oldest = connection.execute(query.order_by(func.min(points.c.seq)).limit(1)).scalar_one_or_none()
     if oldest is None:
         return False
-    _command(connection, Reason.BUSY, oldest, "gave way to a later point", now)
+    of_it = select(points.c.id).where(is_open, points.c.snapshot_id == oldest).order_by(points.c.seq)
+    for point in connection.execute(of_it).scalars().all():
+        give(connection, Command.GIVE_WAY, point, "gave way to a later point", now)
     return True
-
-
-def _command(connection: Connection, kind: str, target: str, detail: str | None, now: float) -> None:
-    connection.execute(insert(commands).values(kind=kind, target=target, detail=detail, created_at=now))
 
 
 def _snapshot_id(connection: Connection, request: DispatchRequest, path: str, now: float) -> str:
     query = select(snapshots).where(snapshots.c.run == request.run, snapshots.c.step == request.step)
     row = connection.execute(query.where(snapshots.c.path == path)).mappings().one_or_none()
-    if row is not None:
-        connection.execute(update(snapshots).where(snapshots.c.id == row["id"]).values(settled_at=None))
-        return str(row["id"])
-    snapshot = uuid.uuid4().hex
-    connection.execute(
-        insert(snapshots).values(
-            id=snapshot,
-            run=request.run,
-            step=request.step,
-            path=path,
-            source=request.source,
-            claimed_digest=request.digest,
-            created_at=now,
-            held=False,
-        )
-    )
-    return snapshot
+    if row is None:
+        snapshot = uuid.uuid4().hex
+        new = {"id": snapshot, "run": request.run, "step": request.step, "path": path, "source": request.source}
+        values = new | {"claimed_digest": request.digest, "created_at": now, "held": False}
+        connection.execute(insert(snapshots).values(**values))
+        return snapshot
+    again: dict[str, Any] = {"settled_at": None}
+    if row["deleting_at"] is not None or _may_have_changed(row, request):
+        again |= dict.fromkeys(_FOUND_BY_CHECKS) | {"claimed_digest": request.digest, "source": request.source}
+    connection.execute(update(snapshots).where(snapshots.c.id == row["id"]).values(**again))
+    return str(row["id"])
+
+
+def _may_have_changed(row: RowMapping, request: DispatchRequest) -> bool:
+    """Our own exports are immutable; another's directory is checked again once nothing of it is under way."""
+    other = request.digest is not None and request.digest != (row["digest"] or row["claimed_digest"])
+    return other or (row["settled_at"] is not None and row["source"] != Source.STAGING)
 
 
 def _reply(request: DispatchRequest, outcome: Granted, rows: Sequence[RowMapping]) -> DispatchReply:

@@ -16,7 +16,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 metadata = MetaData()
 
 # What there is one of: the schema's version, the epoch, the controller's sign of life, the fleet as last seen.
@@ -34,9 +34,12 @@ runs = Table(
     Column("run", String(128), primary_key=True),
     Column("spec", Text, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("paused", Boolean, nullable=False, default=False),
+    Column("resumed_at", Float),
     Column("step", Integer),
     Column("progress_at", Float),
     Column("created_at", Float, nullable=False),
+    Column("deleted_at", Float),  # when that was asked for; the row goes with the last of its snapshots
 )
 
 snapshots = Table(
@@ -56,6 +59,7 @@ snapshots = Table(
     Column("admitted_at", Float),
     Column("created_at", Float, nullable=False),
     Column("settled_at", Float),
+    Column("deleting_at", Float),  # claimed for deletion: nobody may come to need it any more
     Column("deleted_at", Float),
     Column("held", Boolean, nullable=False, default=False),
     UniqueConstraint("run", "step", "path"),
@@ -72,7 +76,7 @@ points = Table(
     Column("reservation", String(36), nullable=False),
     Column("kind", String(16), nullable=False),
     Column("force", Boolean, nullable=False),
-    Column("priority", Integer, nullable=False),
+    Column("priority", Integer),  # None: the run's, whatever it is by then
     Column("source", String(16), nullable=False),
     Column("state", String(16), nullable=False),
     Column("reason", String(32)),
@@ -129,7 +133,7 @@ drains = Table(
     "drains",
     metadata,
     Column("id", String(36), primary_key=True),
-    Column("run", ForeignKey("runs.run"), nullable=False),
+    Column("run", String(128), nullable=False),  # a receipt outlasts its run
     Column("planned", Text, nullable=False),
     Column("on_timeout", String(16), nullable=False),
     Column("started_at", Float, nullable=False),

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, func, select
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.states import ENDS, PointState
+from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     AttemptView,
-    EndedPoint,
     FleetView,
     Metric,
     PointPage,
+    PointRef,
     PointView,
     Receipt,
+    RunCommandReply,
     RunSpec,
     RunView,
+    Source,
     StatusView,
     Timings,
 )
-from eval_service.ledger.database import EPOCH, Database
-from eval_service.ledger.moves import CONTROLLER_AT, FLEET
-from eval_service.ledger.schema import attempts, drains, points, runs, snapshots
+from eval_service.ledger.database import CONTROLLER_AT, CONTROLLER_SILENT_S, EPOCH, FLEET, Database
+from eval_service.ledger.receipts import is_open, receipt
+from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
 
-CONTROLLER_SILENT_S = 5.0
-_ENDS = tuple(state.value for state in ENDS)
 _SAME_NAMES = (
-    *("id", "run", "step", "suite", "kind", "force", "priority", "reservation", "state", "reason", "detail"),
+    *("id", "run", "step", "suite", "kind", "force", "reservation", "state", "reason", "detail"),
     *("superseded", "source", "weight_version", "pin_proof", "attempts", "score", "stderr", "lag_steps"),
     *("created_at", "queued_at", "started_at", "ended_at", "samples_path"),
 )
@@ -146,64 +146,37 @@ class Views:
             NotFound: no such drain.
         """
         with self._db.reading() as connection:
-            row = connection.execute(select(drains).where(drains.c.id == drain)).mappings().one_or_none()
-            if row is None:
-                raise NotFound(f"no drain {drain}", field="id")
-            if row["receipt"] is not None:
-                return Receipt.model_validate_json(row["receipt"])
-            found = connection.execute(_points_query().where(points.c.run == row["run"])).mappings().all()
-        return _receipt(row, current(found), self._db.clock())
+            return receipt(connection, _drain(connection, drain), self._db.clock())
+
+    def drain_is_open(self, drain: str) -> bool:
+        """Whether a drain still waits; what many callers may ask all the time.
+
+        Raises:
+            NotFound: no such drain.
+        """
+        with self._db.reading() as connection:
+            return is_open(connection, _drain(connection, drain), self._db.clock())
+
+    def refreshed(self, reply: RunCommandReply) -> RunCommandReply:
+        """A command's reply with its points as they are now."""
+        columns = (points.c.id, points.c.suite, points.c.state, points.c.reason, points.c.detail)
+        query = select(*columns).where(points.c.id.in_([point.id for point in reply.points])).order_by(points.c.seq)
+        with self._db.reading() as connection:
+            rows = connection.execute(query).mappings().all()
+        return reply.model_copy(update={"points": tuple(PointRef(**row) for row in rows)})
+
+    def carried_out(self, numbers: Collection[int]) -> bool:
+        """Whether the controller has dealt with these commands."""
+        waiting = commands.c.seq.in_(numbers) & commands.c.done_at.is_(None)
+        with self._db.reading() as connection:
+            return connection.execute(select(commands.c.seq).where(waiting).limit(1)).first() is None
 
 
-def current(rows: Sequence[RowMapping]) -> list[RowMapping]:
-    """The point that counts for each (step, suite): the newest whose snapshot came, else the newest."""
-    best: dict[tuple[int, str], RowMapping] = {}
-    for row in rows:
-        if row["superseded"]:
-            continue
-        key = (row["step"], row["suite"])
-        held = best.get(key)
-        if held is None or _rank(row) > _rank(held):
-            best[key] = row
-    return [best[key] for key in sorted(best)]
-
-
-def _rank(row: RowMapping) -> tuple[bool, int]:
-    lives_or_came = row["snapshot_id"] is not None or row["state"] not in _ENDS
-    return (lives_or_came, row["seq"])
-
-
-def _receipt(drain: RowMapping, rows: Sequence[RowMapping], now: float) -> Receipt:
-    lists: dict[str, list[EndedPoint]] = defaultdict(list)
-    for row in rows:
-        name = row["state"] if row["state"] in _ENDS else "pending"
-        reason = row["reason"] if row["state"] in _ENDS else row["state"]
-        line = EndedPoint(step=row["step"], suite=row["suite"], point=row["id"], reason=reason, detail=row["detail"])
-        lists[name].append(line)
-    came = {(row["step"], row["suite"]) for row in rows}
-    for planned in json.loads(drain["planned"]):
-        if (planned["step"], planned["suite"]) not in came:
-            lists["never_came"].append(EndedPoint(step=planned["step"], suite=planned["suite"]))
-    drained = not lists["pending"]
-    timed_out = not drained and now >= drain["deadline"] and _abort_is_over(drain, now)
-    return Receipt(
-        drain=drain["id"],
-        run=drain["run"],
-        open=not drained and not timed_out,
-        drained=drained,
-        timed_out=timed_out or drain["aborted_at"] is not None,
-        started_at=drain["started_at"],
-        ended_at=None if not drained and not timed_out else now,
-        deadline=drain["deadline"],
-        **{name: tuple(lines) for name, lines in lists.items()},
-    )
-
-
-def _abort_is_over(drain: RowMapping, now: float) -> bool:
-    """With `abort` the controller first cancels what is left; a dead one is not waited for beyond a few seconds."""
-    if drain["on_timeout"] != "abort":
-        return True
-    return drain["aborted_at"] is not None or now > drain["deadline"] + 2 * CONTROLLER_SILENT_S
+def _drain(connection: Connection, drain: str) -> RowMapping:
+    row = connection.execute(select(drains).where(drains.c.id == drain)).mappings().one_or_none()
+    if row is None:
+        raise NotFound(f"no drain {drain}", field="id")
+    return row
 
 
 def _run(connection: Connection, run: str) -> RowMapping:
@@ -217,13 +190,15 @@ def _run_view(connection: Connection, row: RowMapping) -> RunView:
     by_state = select(points.c.state, func.count()).where(points.c.run == row["run"]).group_by(points.c.state)
     counts = {PointState(state): n for state, n in connection.execute(by_state).all()}
     kept = select(func.count()).select_from(snapshots)
-    kept = kept.where(snapshots.c.run == row["run"], snapshots.c.deleted_at.is_(None), snapshots.c.source == "staging")
+    kept = kept.where(snapshots.c.run == row["run"], snapshots.c.deleted_at.is_(None), snapshots.c.nonce.is_not(None))
+    kept = kept.where(snapshots.c.source == Source.STAGING)
     done = select(points.c.suite, points.c.score).where(points.c.run == row["run"], points.c.state == PointState.DONE)
+    done = done.where(points.c.superseded.is_(False))
     scores = connection.execute(done.where(points.c.score.is_not(None)).order_by(points.c.step, points.c.seq)).all()
     return RunView(
         run=row["run"],
         spec=RunSpec.model_validate_json(row["spec"]),
-        state=row["state"],
+        state=_run_state(row),
         step=row["step"],
         progress_at=row["progress_at"],
         created_at=row["created_at"],
@@ -233,14 +208,23 @@ def _run_view(connection: Connection, row: RowMapping) -> RunView:
     )
 
 
+def _run_state(row: RowMapping) -> str:
+    if row["deleted_at"] is not None:
+        return "deleting"
+    return "paused" if row["paused"] else str(row["state"])
+
+
 def _points_query() -> Select[Any]:
-    query = select(points, snapshots.c.path, snapshots.c.digest, snapshots.c.claimed_digest)
+    columns = (snapshots.c.path, snapshots.c.digest, snapshots.c.claimed_digest, snapshots.c.held, runs.c.spec)
+    query = select(points, *columns).join(runs, runs.c.run == points.c.run)
     return query.outerjoin(snapshots, snapshots.c.id == points.c.snapshot_id)
 
 
 def _point_view(row: RowMapping, history: tuple[AttemptView, ...] = ()) -> PointView:
     return PointView(
         **{name: row[name] for name in _SAME_NAMES},
+        priority=row["priority"] if row["priority"] is not None else json.loads(row["spec"])["priority"],
+        held=bool(row["held"]),
         snapshot=row["path"],
         digest=row["digest"] or row["claimed_digest"],
         metrics={name: Metric.model_validate(value) for name, value in json.loads(row["metrics"]).items()},

@@ -25,6 +25,7 @@ from eval_service.gateway.services import Services
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
+from eval_service.ledger.orders import Orders
 from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.settings import Settings
@@ -47,7 +48,8 @@ class GatewayDeployment:
         database = Database(settings.ledger)
         bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
         known = version("evalfleet")
-        self._services = Services(Intents(database, bounds), Views(database, version=known), known, self._wake)
+        views = Views(database, version=known)
+        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._services)

@@ -8,7 +8,8 @@ import httpx
 from pydantic import BaseModel
 
 from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
     DispatchRequest,
@@ -18,6 +19,7 @@ from eval_service.contract.wire import (
     PointPage,
     PointView,
     Receipt,
+    RunCommandReply,
     RunSpec,
     RunView,
     SamplePage,
@@ -40,6 +42,8 @@ class FakeService:
     specs: dict[str, RunSpec] = field(default_factory=dict)
     dispatches: list[DispatchRequest] = field(default_factory=list)
     drains: list[DrainRequest] = field(default_factory=list)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
 
     def connect(self, url: str) -> EvalClient:
         """What `options.connect` does, to this service."""
@@ -61,6 +65,8 @@ class FakeService:
                 samples = self.samples.get(point, [])
                 first, last = self._window(request.url.params)
                 return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
+            case ["points", point, verb]:
+                return self._command(point, verb)
             case ["points", point]:
                 return next(view for view in self.points if view.id == point)
             case ["dispatch"]:
@@ -75,9 +81,21 @@ class FakeService:
             case ["runs", run] if request.method == "PUT":
                 self.specs[run] = RunSpec.model_validate_json(request.content)
                 return self._run(run)
-            case ["runs", run]:
-                return self._run(run)
+            case ["runs", run, *verb]:
+                return self._order_of_run(run, "delete" if request.method == "DELETE" else "".join(verb))
         raise NotFound(f"no route {request.url.path}")
+
+    def _order_of_run(self, run: str, verb: str) -> BaseModel:
+        if verb:
+            self.asked.append((verb, run))
+        return self.command_reply if verb in ("cancel", "backfill") else self._run(run)
+
+    def _command(self, point: str, verb: str) -> PointView:
+        found = next(view for view in self.points if view.id == point)
+        if found.state is PointState.DONE and verb in ("retry", "cancel"):
+            raise Conflict("the point is done", field="id")
+        self.asked.append((verb, point))
+        return found
 
     def _points(self, params: httpx.QueryParams) -> PointPage:
         if unknown := set(params) - {"run", "suite", "state", "step", "limit", "offset"}:

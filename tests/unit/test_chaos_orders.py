@@ -34,9 +34,9 @@ def test_a_knob_bites_so_often_and_is_then_what_it_was(tmp_path: Path) -> None:
 async def _one_order(tmp_path: Path) -> None:
     knobs = Knobs(latency_s=0.25)
     orders = Orders(tmp_path, knobs)
-    order, felt = tmp_path / f"{os.getpid()}.json", tmp_path / f"{os.getpid()}.felt"
+    order, felt = tmp_path / f"{os.getpid()}-1.json", tmp_path / f"{os.getpid()}.felt"
     orders.felt("latency_s")  # of nobody's order: not told
-    order.write_text(json.dumps({"latency_s": 9.0, "times": 2}))
+    order.write_text(json.dumps({"knob": "latency_s", "value": 9.0, "times": 2}))
     async with obeying(orders):
         await taken(order)
         assert knobs.latency_s == 9.0
@@ -46,3 +46,19 @@ async def _one_order(tmp_path: Path) -> None:
         orders.felt("latency_s")
     assert knobs.latency_s == 0.25
     assert felt.read_text() == "latency_s\nlatency_s\n"
+
+
+def test_an_order_is_taken_back_and_leaves_those_for_other_knobs(tmp_path: Path) -> None:
+    asyncio.run(_taken_back(tmp_path))
+
+
+async def _taken_back(tmp_path: Path) -> None:
+    knobs = Knobs(latency_s=0.25)
+    first, second = tmp_path / f"{os.getpid()}-1.json", tmp_path / f"{os.getpid()}-2.json"
+    first.write_text(json.dumps({"knob": "latency_s", "value": 9.0, "times": 2}))
+    second.write_text(json.dumps({"knob": "hang", "value": True, "times": 1}))
+    async with obeying(Orders(tmp_path, knobs)):
+        await taken(second)
+        first.write_text(json.dumps({"knob": "latency_s", "value": 9.0, "times": 0}))
+        await taken(first)
+    assert (knobs.latency_s, knobs.hang) == (0.25, True)

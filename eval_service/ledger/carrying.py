@@ -1,0 +1,94 @@
+"""How the acting controller carries out what gateways wrote: arrivals, commands, deadlines, the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import RowMapping, select, update
+
+from eval_service.contract.states import PointState, Reason
+from eval_service.contract.wire import OnTimeout
+from eval_service.ledger.commands import Command, objection, open_commands, with_snapshot
+from eval_service.ledger.schema import commands, drains, points, runs, snapshots
+from eval_service.ledger.turn import END_STATES, Turn
+
+_ENDED_BY: dict[Command, tuple[PointState, Reason]] = {
+    Command.GIVE_WAY: (PointState.SKIPPED, Reason.BUSY),
+    Command.EXPORT_FAILED: (PointState.SKIPPED, Reason.EXPORT_FAILED),
+    Command.CANCEL: (PointState.CANCELLED, Reason.USER),
+}
+
+
+def take_arrivals(turn: Turn) -> int:
+    """Queue points whose snapshot came, late ones too: their export was paid for."""
+    late = (points.c.state == PointState.SKIPPED) & (points.c.reason == Reason.RESERVATION_EXPIRED)
+    query = (
+        select(points.c.id, snapshots.c.digest, snapshots.c.admitted_at)
+        .join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        .where((points.c.state == PointState.RESERVED) | late)
+        .order_by(points.c.seq)
+    )
+    rows = turn.connection.execute(query).mappings().all()
+    for row in rows:
+        turn.move(row["id"], PointState.QUEUED, queued_at=turn.now, detail=None)
+        if row["admitted_at"] is not None:
+            turn.supersede(row["id"], row["digest"])
+    return len(rows)
+
+
+def take_commands(turn: Turn) -> int:
+    """Carry out what can still be done; what can't is dropped, for whoever asked can see the point's state."""
+    rows = open_commands(turn.connection)
+    for row in rows:
+        point = turn.connection.execute(with_snapshot().where(points.c.id == row["target"])).mappings().one_or_none()
+        if point is not None and objection(Command(row["kind"]), point) is None:
+            _carry_out(turn, Command(row["kind"]), row)
+        turn.connection.execute(update(commands).where(commands.c.seq == row["seq"]).values(done_at=turn.now))
+    return len(rows)
+
+
+def expire_reservations(turn: Turn, timeout_s: float) -> int:
+    """Skip reservations that nobody used."""
+    query = select(points.c.id).where(points.c.state == PointState.RESERVED, points.c.snapshot_id.is_(None))
+    found = turn.connection.execute(query.where(points.c.created_at < turn.now - timeout_s)).scalars().all()
+    for point in found:
+        detail = f"no snapshot came within {timeout_s:.0f} s"
+        turn.end(point, PointState.SKIPPED, Reason.RESERVATION_EXPIRED, detail)
+    return len(found)
+
+
+def end_deleted_runs(turn: Turn) -> int:
+    """Cancel what is open of runs that somebody deletes."""
+    gone = select(runs.c.run).where(runs.c.deleted_at.is_not(None))
+    return _cancel_open(turn, points.c.run.in_(gone), Reason.RUN_DELETED, "")
+
+
+def abort_overdue_drains(turn: Turn) -> int:
+    """Cancel what is left of runs whose drain asked for that at its deadline; returns how many drains."""
+    # One that was drained in time is over; what a gateway closed unaborted, with no controller there, is not.
+    unended = drains.c.ended_at.is_(None) | (drains.c.ended_at >= drains.c.deadline)
+    overdue = select(drains).where(drains.c.deadline <= turn.now, drains.c.on_timeout == OnTimeout.ABORT, unended)
+    rows = turn.connection.execute(overdue.where(drains.c.aborted_at.is_(None))).mappings().all()
+    for drain in rows:
+        # A dispatch after the deadline reopened the run: it is none of this drain's.
+        of_it = (points.c.run == drain["run"]) & (points.c.created_at <= drain["deadline"])
+        _cancel_open(turn, of_it, Reason.DRAIN_TIMEOUT, f"drain {drain['id']}")
+        turn.connection.execute(update(drains).where(drains.c.id == drain["id"]).values(aborted_at=turn.now))
+    return len(rows)
+
+
+def _carry_out(turn: Turn, kind: Command, row: RowMapping) -> None:
+    if kind is Command.RETRY:
+        # Its deadline and its faults count anew: what spoiled it may have been mended since.
+        turn.move(row["target"], PointState.QUEUED, queued_at=turn.now, faults=0, detail=None)
+    else:
+        state, reason = _ENDED_BY[kind]
+        turn.end(row["target"], state, reason, row["detail"] or "")
+
+
+def _cancel_open(turn: Turn, condition: Any, reason: Reason, detail: str) -> int:
+    query = select(points.c.id).where(condition, points.c.state.not_in(END_STATES))
+    found = turn.connection.execute(query).scalars().all()
+    for point in found:
+        turn.end(point, PointState.CANCELLED, reason, detail)
+    return len(found)

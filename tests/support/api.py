@@ -1,0 +1,73 @@
+"""The API over a ledger, with a controller that does its look as soon as it is woken, or is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from eval_service.gateway.app import build_app
+from eval_service.gateway.services import Services
+from tests.support.ledger import Ledger
+
+
+@dataclass
+class Api:
+    """Routes of one gateway; `controller` says whether anybody carries commands out."""
+
+    base: Path
+    controller: bool = True
+    woken: int = 0
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = ledger = Ledger(self.base)
+        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake)
+        self.app: FastAPI = build_app(services)
+
+    def _wake(self) -> None:
+        self.woken += 1
+        if self.controller:
+            self.ledger.look()
+
+    def request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """One request, on a loop of its own."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as client:
+                return await client.request(method, path, **request)
+
+        return asyncio.run(send())
+
+    def get(self, path: str, **params: Any) -> Any:
+        """The JSON of a 200."""
+        return self._json(self.request("GET", path, params=params))
+
+    def post(self, path: str, body: Any = None, *, status: int = 200) -> Any:
+        """The JSON of an answer that has this status."""
+        return self._json(self.request("POST", path, json=body), status)
+
+    def put(self, path: str, body: Any) -> Any:
+        """The JSON of a 200."""
+        return self._json(self.request("PUT", path, json=body))
+
+    def error(self, method: str, path: str, status: int, **request: Any) -> dict[str, Any]:
+        """The inside of the envelope of an answer that has this status."""
+        response = self.request(method, path, **request)
+        assert response.status_code == status, response.text
+        body = response.json()
+        assert set(body) == {"error"}
+        assert set(body["error"]) <= {"code", "message", "field", "hint"}
+        assert body["error"]["code"]
+        assert body["error"]["message"]
+        return dict(body["error"])
+
+    @staticmethod
+    def _json(response: httpx.Response, status: int = 200) -> Any:
+        assert response.status_code == status, response.text
+        return response.json()

@@ -1,0 +1,165 @@
+"""GC's round over ledger and disk: what goes, what stays, and a run that is deleted whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval_service.contract.errors import NotFound
+from eval_service.contract.names import DISPATCH, samples_file
+from eval_service.contract.snapshot import Published
+from eval_service.contract.states import PointState, Reason
+from eval_service.controller.db import LedgerThread
+from eval_service.controller.housekeeping import Housekeeping
+from eval_service.fleet_config import ServiceConfig
+from eval_service.ledger.moves import Facts
+from tests.support.ledger import Ledger, result
+from tests.support.tiny_snapshots import lay_out, publish, tiny
+
+S = PointState
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    ledger = Ledger(tmp_path)
+    ledger.put_run(max_in_flight=50, keep=0)
+    return ledger
+
+
+def tend(ledger: Ledger, until: Callable[[], object]) -> None:
+    """Let the housekeeping run until something is so."""
+
+    async def work() -> None:
+        thread = LedgerThread()
+        service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
+        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread)
+        async with asyncio.timeout(30):
+            while not until():
+                keeping.something_settled()
+                await keeping.tick()
+                await asyncio.sleep(0.01)
+        await keeping.close()
+        thread.close()
+
+    asyncio.run(work())
+
+
+def export(ledger: Ledger, step: int, seed: int | None = None) -> Published:
+    return publish(tiny(seed=step if seed is None else seed), ledger.root, step=step)
+
+
+def send(ledger: Ledger, published: Published, *, again: bool = False) -> str:
+    """As the trainer does: under the reservation that lies beside the snapshot."""
+    manifest = published.manifest
+    (request,) = json.loads((published.path / DISPATCH).read_bytes())
+    reservation = str(uuid.uuid4()) if again else request["reservation"]
+    sent = ledger.send(manifest.step, manifest.digest, snapshot=str(published.path), reservation=reservation)
+    ledger.look()
+    return sent.points[0].id
+
+
+def done(ledger: Ledger, published: Published, score: float, **changes: str) -> str:
+    point = send(ledger, published)
+    ledger.moves.admit(ledger.snapshot(published.manifest.step)["id"], Facts(published.manifest, 32))
+    ledger.go(point, S.SCORING)
+    assert ledger.moves.finish(point, result(score=score, **changes))
+    ledger.clock.turn(1)
+    return point
+
+
+def test_what_settled_goes_and_the_best_the_held_and_the_needed_stay(ledger: Ledger) -> None:
+    best, held, plain, needed = (export(ledger, step) for step in (1, 2, 3, 4))
+    done(ledger, best, 0.9)
+    ledger.orders.hold(done(ledger, held, 0.1))
+    done(ledger, plain, 0.2)
+    send(ledger, needed)
+    tend(ledger, lambda: ledger.snapshot(3)["deleted_at"] is not None)
+    assert [p.path.exists() for p in (best, held, plain, needed)] == [True, True, False, True]
+
+
+def test_a_refused_export_goes_with_its_nonce(ledger: Ledger) -> None:
+    bad = export(ledger, 1)
+    send(ledger, bad)
+    (waiting,) = ledger.moves.unadmitted()
+    ledger.moves.refuse(waiting.id, Reason.SNAPSHOT_INVALID, "NaN", bad.manifest)
+    tend(ledger, lambda: not bad.path.exists())
+
+
+def test_an_export_whose_point_was_cancelled_before_the_checks_goes_too(ledger: Ledger) -> None:
+    early = export(ledger, 1)
+    ledger.orders.cancel(send(ledger, early))
+    ledger.look()
+    tend(ledger, lambda: not early.path.exists())
+
+
+def test_a_deletion_that_a_dispatch_overtook_leaves_the_new_snapshot_to_its_checks(ledger: Ledger) -> None:
+    published = export(ledger, 1)
+    done(ledger, published, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    assert ledger.retention.claim(ledger.snapshot(1)["id"])
+    send(ledger, published, again=True)
+    other = export(ledger, 3)
+    done(ledger, other, 0.1)
+    tend(ledger, lambda: not other.path.exists())
+    assert published.path.exists()
+    assert [item.step for item in ledger.moves.unadmitted()] == [1]
+
+
+def test_a_deleted_run_goes_with_its_results_and_leaves_what_is_a_callers(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.put_run("r2")
+    samples = samples_file(ledger.root, "r1", 1, "main", "p")
+    samples.parent.mkdir(parents=True)
+    samples.write_bytes(b"samples")
+    ours = export(ledger, 1)
+    done(ledger, ours, 0.9, samples_path=str(samples))
+    theirs = lay_out(tiny(), ledger.root / "base-model")
+    ledger.send(0, snapshot=str(theirs), source="caller")
+    other = publish(tiny(), ledger.root, run="r2", step=1)
+    ledger.look()
+    ledger.orders.delete_run("r1")
+    ledger.look()
+
+    def forgotten() -> bool:
+        try:
+            ledger.views.run("r1")
+        except NotFound:
+            return True
+        return False
+
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, forgotten)
+    assert not ours.path.exists()
+    assert not samples.exists()
+    assert theirs.is_dir()
+    assert other.path.is_dir()
+    assert ledger.views.run("r2").state == "active"
+    assert list((ledger.root / "r1").iterdir()) == []
+
+
+def test_a_deleted_run_is_not_forgotten_while_a_snapshot_could_not_be_deleted(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = export(ledger, 1)
+    done(ledger, ours, 0.9)
+    ledger.orders.delete_run("r1")
+    ledger.look()
+    tries = 0
+
+    def fail(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError("the file system is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eval_service.controller.housekeeping.collect", fail)
+        tend(ledger, lambda: tries >= 3)
+        assert ledger.views.run("r1").state == "deleting"
+    tend(ledger, lambda: not ours.path.exists())
