@@ -62,3 +62,24 @@ def scraps_in(world: World, run: str) -> list[str]:
     directory = world.run_dir(run)
     hidden = [*directory.glob(".*"), *(directory / names.EVALS).glob(".*"), *(directory / names.OUTBOX).glob(".*")]
     return sorted(str(path) for path in hidden)
+
+
+def to_keep(ledger: Everything, run: str, keep: int) -> set[str]:
+    """The directories of a run that are to be left: the `keep` settled last, and the best of each suite so far."""
+    rows = [row for row in ledger.snapshots if row["run"] == run]
+    rows.sort(key=lambda row: (row["settled_at"] or float("inf"), row["step"], row["id"]), reverse=True)
+    counts = [
+        point
+        for point in ledger.points
+        if point["run"] == run and point["state"] == PointState.DONE and not point["superseded"]
+    ]
+    best: dict[str, dict[str, Any]] = {}
+    for point in sorted(counts, key=lambda point: (point["score"], point["step"])):
+        best[point["suite"]] = point
+    wanted = {row["id"] for row in rows[:keep]} | {point["snapshot_id"] for point in best.values()}
+    return {directory_of(row) for row in rows if row["id"] in wanted}
+
+
+def directory_of(snapshot: dict[str, Any]) -> str:
+    """The name of a snapshot's directory."""
+    return Path(snapshot["path"]).name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from eval_service.chaos.evidence import Evidence
+from eval_service.chaos.evidence import Evidence, directory_of, to_keep
 from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
 from eval_service.chaos.world import SUITES
@@ -162,15 +162,12 @@ def _nothing_in_use_deleted(evidence: Evidence) -> Iterator[str]:
 
 def _keep_respected(evidence: Evidence) -> Iterator[str]:
     for run in evidence.diaries:
-        keep = evidence.world.run_spec(run).keep
-        rows = [row for row in evidence.ledger.snapshots if row["run"] == run]
-        admitted = [row for row in rows if row["admitted_at"] is not None]
-        admitted.sort(key=lambda row: (row["settled_at"] or float("inf"), row["step"], row["id"]), reverse=True)
-        wanted = {_name(row) for row in admitted[:keep]} | {_name(row) for row in rows if row["admitted_at"] is None}
-        if (found := set(evidence.kept[run])) != wanted:
-            yield f"{run} keeps {keep}: too many {sorted(found - wanted)}, missing {sorted(wanted - found)}"
-        for row in admitted:
-            if (row["deleted_at"] is None) != (_name(row) in found):
+        keep, found = evidence.world.run_spec(run).keep, set(evidence.kept[run])
+        wanted = to_keep(evidence.ledger, run, keep)
+        if found != wanted:
+            yield f"{run} keeps {keep} and the best; too many: {sorted(found - wanted)}, gone: {sorted(wanted - found)}"
+        for row in evidence.ledger.snapshots:
+            if row["run"] == run and (row["deleted_at"] is None) != (directory_of(row) in found):
                 yield f"the ledger is wrong of {row['path']}: deleted_at is {row['deleted_at']}"
 
 
@@ -244,7 +241,3 @@ def _named(point: dict[str, Any]) -> str:
 
 def _end(point: dict[str, Any]) -> str:
     return str(point["reason"] or point["state"])
-
-
-def _name(snapshot: dict[str, Any]) -> str:
-    return str(snapshot["path"]).rsplit("/", 1)[-1]

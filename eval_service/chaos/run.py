@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval_service.chaos.evidence import Evidence, kept_in, read_all_samples, scraps_in
+from eval_service.chaos.evidence import Evidence, kept_in, read_all_samples, scraps_in, to_keep
 from eval_service.chaos.faults import BY_TRAINER, Fault, FaultKind, plan_faults
 from eval_service.chaos.inject import Done, Injector
 from eval_service.chaos.promises import Promise, check_promises, told
@@ -149,12 +149,9 @@ def _scraps(fleet: Fleet) -> list[str]:
 
 
 def _kept_enough(fleet: Fleet) -> bool:
-    rows = fleet.records.everything().snapshots
-    for run in fleet.trainers.runs:
-        left = [row for row in rows if row["run"] == run and row["admitted_at"] and row["deleted_at"] is None]
-        if len(left) > fleet.world.run_spec(run).keep:
-            return False
-    return True
+    ledger, spec = fleet.records.everything(), fleet.world.run_spec
+    runs = fleet.trainers.runs
+    return all(set(kept_in(fleet.world, run)) <= to_keep(ledger, run, spec(run).keep) for run in runs)
 
 
 def _strays(fleet: Fleet) -> list[str]:

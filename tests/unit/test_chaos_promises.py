@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval_service.chaos.evidence import Evidence
+from eval_service.chaos.evidence import Evidence, to_keep
 from eval_service.chaos.faults import Fault, FaultKind
 from eval_service.chaos.inject import Done
 from eval_service.chaos.promises import PROMISES, RECOVERY_S, Promise, check_promises, told
@@ -234,6 +234,19 @@ def test_a_second_fault_before_the_recovery_from_the_first_starts_the_time_anew(
     first, second = (Done(kill, True, at, at, "") for kill, at in zip(kills, (0.5, 30.0), strict=True))
     assert broken(replace(sound, seen=seen, faults=[first])) == {RECOVERS}
     assert broken(replace(sound, seen=seen, faults=[first, second])) == set()
+
+
+def test_the_best_of_each_suite_is_kept_beside_the_last_ones() -> None:
+    scores = {"s1": 0.9, "s2": 0.1, "s3": 0.5}
+    rows = [
+        snapshot(id=name, path=f"/r/alpha/step_{number}-0", settled_at=number + 1.0, step=number)
+        for number, name in enumerate(scores)
+    ]
+    points = [point("main", snapshot_id=name, score=score) for name, score in scores.items()]
+    ledger = Everything(tuple(points), (), tuple(rows))
+    assert to_keep(ledger, RUN, 1) == {"step_0-0", "step_2-0"}
+    assert to_keep(ledger, RUN, 0) == {"step_0-0"}
+    assert to_keep(ledger, "beta", 2) == set()
 
 
 def test_a_late_point_of_a_run_that_lets_points_give_way_may_be_busy(sound: Evidence) -> None:
