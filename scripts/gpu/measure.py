@@ -1,4 +1,4 @@
-"""Everything that there is to know of the trainer and the service on one GPU, in one run: prints one JSON object, and writes it to `--out`.
+"""What there is to know of the trainer and the service on one GPU, in one run: one JSON object, also in `--out`.
 
     PYTHONPATH=OVERLAY:. python3 scripts/gpu/measure.py --out DIR [--budget-s 525] [--tiny]
 
