@@ -17,7 +17,7 @@ from eval_service.chaos.trainer import SimulatedTrainer, TrainerSpec
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.outbox import Outbox
-from eval_service.contract.states import PointState
+from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchReply, DispatchRequest, Granted, PlannedPoint, PointRef, Receipt, RunSpec
 
 
@@ -47,7 +47,7 @@ class MemoryService(EvalClient):
             run=request.run, step=request.step, reservation=request.reservation, outcome=outcome, points=(point,)
         )
 
-    def report(self, point: str, detail: str) -> Any:
+    def report(self, point: str, detail: str, reason: Reason = Reason.EXPORT_FAILED) -> Any:
         self._here()
         self.reports.append(detail)
 
