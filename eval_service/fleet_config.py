@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,6 +61,8 @@ class GroupConfig(Section):
     dtype: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, group over fleet")
     urls: tuple[str, ...] = Field(default=(), description="attached engines")
+    api_key_env: str | None = Field(default=None, description="environment variable with the attached engines' key")
+    admin_api_key_env: str | None = Field(default=None, description="the same of their admin key, if it is another")
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -80,9 +83,29 @@ class GroupConfig(Section):
         least, most = self.bounds
         if not 0 <= least <= most:
             raise ValueError("num_engines: the least must be in 0..most")
-        if self.kind in ("pinned", "frozen") and self.model is None:
+        if self.kind != "placeholder" and self.model is None:
             raise ValueError("model: name the HF directory that the engines boot with")
+        self._check_attached()
         return self
+
+    def _check_attached(self) -> None:
+        if self.kind != "attached":
+            if self.urls or self.api_key_env or self.admin_api_key_env:
+                raise ValueError(f"urls: {self.kind} engines have none; use kind = 'attached' for engines by URL")
+            return
+        if not self.urls:
+            raise ValueError("urls: name the engines, such as ['http://gpu-7:30000']")
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"urls: {url!r} is no http(s)://host:port")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: one is named twice")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it may come to use; attached engines use somebody else's."""
+        return 0 if self.kind == "attached" else self.bounds[1] * self.num_gpus_per_engine
 
 
 class FleetConfig(Section):
@@ -98,6 +121,24 @@ class FleetConfig(Section):
         pinned = [name for name, group in self.groups.items() if group.kind == "pinned"]
         if pinned != [EVAL_GROUP]:
             raise ValueError(f"groups: exactly one pinned group, named {EVAL_GROUP!r}; found {pinned}")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_add_up(self) -> Self:
+        asked = {name: group.gpus for name, group in self.groups.items() if group.gpus}
+        if self.num_gpus and sum(asked.values()) != self.num_gpus:
+            told = " + ".join(f"{count} ({name})" for name, count in asked.items()) or "none"
+            raise ValueError(f"num_gpus: the groups' GPUs are {told}, and num_gpus is {self.num_gpus}")
+        return self
+
+    @model_validator(mode="after")
+    def _attached_engines_are_sized_like_ours(self) -> Self:
+        ours = self.groups[EVAL_GROUP].server_concurrency
+        for name, group in self.groups.items():
+            if group.kind == "attached" and group.server_concurrency != ours:
+                raise ValueError(
+                    f"groups.{name}.server_concurrency: attached engines take what the eval group's take, {ours}"
+                )
         return self
 
 

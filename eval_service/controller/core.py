@@ -234,13 +234,13 @@ class _Acting:
         self._housekeeping = Housekeeping(self._service, Intents(parts.database, bounds), retention, ledger)
 
     def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
-        """What one look at everything consists of. Leases come early: an idle engine waits for nobody."""
+        """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
         return (
             ("engines", self._look_at_engines),
+            ("leases", self._lease),
             ("intents", self._take_intents),
             ("drains", self._tend_drains),
             ("overtaken", self._end_overtaken),
-            ("leases", self._lease),
             ("overdue", self._end_overdue),
             ("admission", self._admissions.tick),
             ("housekeeping", self._housekeeping.tick),
@@ -268,6 +268,7 @@ class _Acting:
         self.fleet.heal()
         for lane in list(self._lanes.values()):
             lane.look()
+        self.fleet.release()
 
     # --- points
 
@@ -275,6 +276,7 @@ class _Acting:
         timeout_s = self._service.reservation_timeout_s
         if await self._ledger(self._moves.take_intents, reservation_timeout_s=timeout_s):
             self._housekeeping.something_settled()
+            self._lane_parts.on_change()
 
     async def _tend_drains(self) -> None:
         await self._ledger(self._moves.tend_drains)

@@ -68,6 +68,7 @@ class Engine:
     strikes: int = 0  # quarantines since it was last proven
     useless: int = 0
     lost: bool = False
+    released: bool = False
     sent: dict[str, Sent] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -303,6 +304,14 @@ class Fleet:
             self._on_change()
         else:
             engine.retry_at = self._clock() + QUARANTINE_S
+
+    def release(self) -> None:
+        """Tell engines that are leaving, and have nothing of anybody's left, that they may go."""
+        for engine in self.engines.values():
+            leaving = engine.report.state is EngineState.LEAVING and not engine.lost
+            if leaving and engine.point is None and not engine.sent and not engine.released:
+                engine.released = True
+                self.send(engine.id, CommandKind.LEAVE)
 
     # --- what is asked of it
 

@@ -24,7 +24,7 @@ class CommandKind(StrEnum):
 
     PIN = "pin"  # prepare, quiesce, load, read back, verify
     RESTART = "restart"  # end the server and start it again on its boot model
-    LEAVE = "leave"  # take no more work; the replica is about to end
+    LEAVE = "leave"  # there is no more work for it: a replica that wants to end may
 
 
 class PinError(StrEnum):

@@ -102,6 +102,7 @@ class EngineRunner:
         self._epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
+        self._released = asyncio.Event()
 
     # --- for whoever holds the runner
 
@@ -123,6 +124,12 @@ class EngineRunner:
         """Say that it is about to end: it is given nothing more, and serving goes on until `stop`."""
         self._leaving = True
         self._changed.set()
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Leave, and wait until the controller has nothing more for it, or the time is up."""
+        self.leave()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._released.wait(), timeout_s)
 
     async def stop(self) -> None:
         """End the server's process group and the tasks; bounded, and harmless when repeated."""
@@ -207,12 +214,12 @@ class EngineRunner:
             await asyncio.wait((health, exited, restart), return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 return f"the server ended with {server.process.exit_code}"
-            return "a restart was asked for" if restart.done() else f"no progress for {self._times.hung_s:g} s"
+            return "a restart was asked for" if restart.done() else health.result()
         finally:
             for task in (health, exited, restart):
                 task.cancel()
 
-    async def _health(self, server: Server) -> None:
+    async def _health(self, server: Server) -> str:
         """Return once the server has made no progress for `hung_s`. A command in progress is not looked into."""
         well = self._clock.monotonic()
         while self._clock.monotonic() - well < self._times.hung_s:
@@ -224,6 +231,18 @@ class EngineRunner:
             with contextlib.suppress(EngineError):
                 await server.api.health(timeout_s=self._times.hung_s)
                 well = self._clock.monotonic()
+                if await self._holds_another(server):
+                    return "somebody else loaded other weights, or started it anew"
+        return f"no progress for {self._times.hung_s:g} s"
+
+    async def _holds_another(self, server: Server) -> bool:
+        """Whether an engine that is not ours tells another label than the one that was pinned here."""
+        wanted = server.weight_version
+        if server.ours or wanted is None:
+            return False
+        info = await server.api.model_info(timeout_s=self._times.hung_s)
+        unchanged = server.weight_version == wanted and self._state is not EngineState.PINNING
+        return unchanged and info.get("weight_version") != wanted
 
     # --- the controller
 
@@ -289,6 +308,7 @@ class EngineRunner:
     async def _run_command(self, command: Command) -> CommandResult:
         if command.kind is CommandKind.LEAVE:
             self.leave()
+            self._released.set()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
@@ -333,6 +353,8 @@ class EngineRunner:
 
     async def _run_restart(self, command: Command) -> CommandResult:
         before = self._server
+        if before is not None and not before.ours:
+            return _refused(command, PinError.REFUSED, "the engine is not ours to start anew")
         self._restart.set()
         try:
             await asyncio.wait_for(self._new_server(before), 2 * self._group.start_timeout_s)

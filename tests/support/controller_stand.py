@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+import pytest
 
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.errors import Unavailable
@@ -35,11 +36,13 @@ from eval_service.contract.wire import DispatchRequest, EngineState, PointView, 
 from eval_service.controller.core import Controller, Parts
 from eval_service.controller.fleet import Engine
 from eval_service.controller.lane import Lane
+from eval_service.engine.attached import Attachment
 from eval_service.engine.fake import fake_canary
+from eval_service.engine.pin import SystemClock
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner, RunnerTimes
-from eval_service.engine.server import BootOptions, boot_server
-from eval_service.fleet_config import FleetConfig
+from eval_service.engine.server import BootOptions, Server, boot_server
+from eval_service.fleet_config import FleetConfig, GroupConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
@@ -101,19 +104,22 @@ class Stand:
         self,
         root: Path,
         *,
-        prompts: int = 8,
+        prompts: int | Mapping[str, int] = 8,
         processes: bool = False,
+        frozen: bool = False,
+        times: RunnerTimes = TIMES,
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
         **service: Any,
     ) -> None:
         self.root = root
+        self._times = times
         self._boot = boot_server if processes else boot_inner
         self.runs = root / "runs"
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
-        self.suites_file = self._write_suites(prompts)
-        self.suites: dict[str, Suite] = load_suites(self.suites_file)
+        sizes = {SUITE: prompts} if isinstance(prompts, int) else prompts
+        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes))
         self.clock = Clock()
         self.url = f"sqlite:///{root / 'ledger.db'}"
         group = {
@@ -125,7 +131,8 @@ class Stand:
             "overrides": {**(knobs or {})},
         }
         settings = {"scan_interval_s": 3600, "engine_lost_s": 1.5, "roots": (root,), "handover_s": 0.5, **service}
-        self.config = FleetConfig.model_validate({"service": settings, "groups": {"eval": group}})
+        groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
+        self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
         self.database = Database(self.url, clock=self.clock)
         self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys()))
         self.views = Views(self.database, version="test")
@@ -135,14 +142,18 @@ class Stand:
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _write_suites(self, prompts: int) -> Path:
-        rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(prompts))
-        (self.root / "words.jsonl").write_text("\n".join(rows))
+    def _write_suites(self, prompts: Mapping[str, int]) -> Path:
+        """One suite for each name, of so many prompts."""
+        tables = []
+        for name, count in prompts.items():
+            rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(count))
+            (self.root / f"{name}.jsonl").write_text("\n".join(rows))
+            tables.append(
+                f"[suites.{name}]\nsampling = {{ max_new_tokens = 16 }}\n"
+                f'datasets = [{{ name = "all", path = "{name}.jsonl" }}]\n'
+            )
         file = self.root / "suites.toml"
-        file.write_text(
-            f"[suites.{SUITE}]\nsampling = {{ max_new_tokens = 16 }}\n"
-            'datasets = [{ name = "all", path = "words.jsonl" }]\n'
-        )
+        file.write_text("\n".join(tables))
         return file
 
     # --- its parts
@@ -218,11 +229,42 @@ class Stand:
         config = config.model_copy(update={"overrides": {**config.overrides, **knobs}})
         options = BootOptions(log=self.root / "logs" / f"{name}.log")
         runner = EngineRunner(
-            name, group, config, node="here", options=options, link=self.link, times=TIMES, boot=self._boot
+            name, group, config, node="here", options=options, link=self.link, times=self._times, boot=self._boot
         )
         self.runners[name] = runner
         self._tasks[name] = asyncio.create_task(runner.run())
         return runner
+
+    @asynccontextmanager
+    async def somebody_elses_engine(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+        """An engine that is attached by its URL as `theirs`; its end is its owner's."""
+        ours = self.config.groups["eval"]
+        engine = await boot_inner(ours, BootOptions(log=self.root / "none"), SystemClock())
+        monkeypatch.setenv("THEIR_KEY", engine.keys.api)
+        monkeypatch.setenv("THEIR_ADMIN_KEY", engine.keys.admin)
+        table = {
+            "kind": "attached",
+            "urls": (engine.url,),
+            "model": ours.model,
+            "api_key_env": "THEIR_KEY",
+            "admin_api_key_env": "THEIR_ADMIN_KEY",
+            "server_concurrency": ours.server_concurrency,
+        }
+        config = GroupConfig.model_validate(table)
+        self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
+        options = BootOptions(log=self.root / "none")
+        link, boot = self.link, Attachment(engine.url)
+        runner = EngineRunner(
+            "theirs", "gpus-next-door", config, node="there", options=options, link=link, times=self._times, boot=boot
+        )
+        self.runners["theirs"] = runner
+        self._tasks["theirs"] = asyncio.create_task(runner.run())
+        try:
+            yield engine
+        finally:
+            await runner.stop()
+            await engine.process.stop()
+            await engine.api.close()
 
     async def turn(self, name: str, **knobs: Any) -> None:
         """Turn knobs of an engine at run time."""
@@ -270,7 +312,7 @@ class Stand:
 
     def put_run(self, run: str, **spec: Any) -> None:
         """Make a run known."""
-        given = {"root": str(self.runs), "suites": (SUITE,), "max_in_flight": 1000, **spec}
+        given = {"root": str(self.runs), "suites": tuple(self.suites)[:1], "max_in_flight": 1000, **spec}
         self.intents.put_run(run, RunSpec.model_validate(given))
 
     def dispatch(self, run: str, step: int, export: Export | None = None, **request: Any) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
@@ -14,7 +14,6 @@ from eval_service.engine import fake
 from eval_service.engine.errors import BootFailed
 from eval_service.engine.grades import Keys, read_model_facts
 from eval_service.engine.pin import Clock, EngineFacts, Pinner
-from eval_service.engine.process import ServerProcess
 from eval_service.engine.server import BootOptions, Server, boot_digest
 from eval_service.engine.sglang_api import SglangApi
 from eval_service.fleet_config import GroupConfig
@@ -44,6 +43,9 @@ class InnerProcess:
         self.supervisor_pid: int | None = None
         self._runner = runner
         self._cleaning: asyncio.Task[None] | None = None
+
+    def ready(self) -> None:
+        """There is no supervisor to tell."""
 
     def kill(self) -> None:
         """Drop every connection and answer nothing more."""
@@ -99,6 +101,6 @@ async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> 
     api = SglangApi(url, keys)
     model = read_model_facts(group.model, group, {})
     pinner = Pinner(api, EngineFacts(model.vocab_size, model.dtype, checksums=False), clock)
-    server = Server(uuid.uuid4().hex, url, keys, cast(ServerProcess, process), api, pinner, model)
+    server = Server(uuid.uuid4().hex, url, keys, process, api, pinner, model)
     await pinner.note_boot(boot_digest(group.model), timeout_s=10.0)
     return server

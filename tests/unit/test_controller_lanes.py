@@ -107,7 +107,7 @@ def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well
     monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.1)
 
     async def body() -> None:
-        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=1.0)
+        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=4.0)
         async with stand.running(engines):
             await stand.until_ready()
             stand.put_run("r")
@@ -286,5 +286,48 @@ def test_an_engine_with_nothing_left_to_do_starts_the_next_point_while_the_last_
             assert stand.point(first).state is PointState.RUNNING
             stand.kill_server("e0")
             await stand.until_done(first, second)
+
+    go(body)
+
+
+def test_an_attached_engine_is_pinned_proven_and_used_like_ours_and_never_ended(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        stand = stand_of()
+        async with stand.running(0), stand.somebody_elses_engine(monkeypatch) as engine:
+            await stand.until_ready("theirs")
+            stand.put_run("r")
+            [view] = await stand.until_done(stand.dispatch("r", 1))
+            assert view.history[0].engines == ("theirs",)
+            poisoned = stand.export("r", 2, canary=stand.export("r", 9).manifest.canary)
+            [view] = await stand.until_ended(stand.dispatch("r", 2, poisoned))
+            assert view.reason is Reason.PIN_VIOLATION
+            await stand.until_done(stand.dispatch("r", 3))
+            await engine.api.update_weights_from_disk(str(stand.root / "boot"), "meddled")
+            await stand.until(lambda: stand.engine("theirs").report.restarts == 1)
+            await stand.until_done(stand.dispatch("r", 4))
+            await stand.runners["theirs"].stop()
+            assert (await engine.api.model_info())["weight_version"] == stand.views.points(step=4).points[
+                0
+            ].weight_version
+
+    go(body)
+
+
+def test_frozen_engines_are_shown_and_never_leased_or_loaded(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(frozen=True).running(0) as stand:
+            stand.start_engine("judge", group="judge")
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.QUEUED)
+            stand.start_engine("e0")
+            await stand.until_done(point)
+            judge = stand.engine("judge")
+            assert (judge.point, judge.pinned, judge.report.weight_version) == (None, None, None)
+            shown = {group.name: group for group in stand.acting.fleet.view(lambda _: 0).groups}
+            assert [engine.id for engine in shown["judge"].engines] == ["judge"]
 
     go(body)
