@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -34,11 +35,15 @@ class ServiceConfig(Section):
     scan_interval_s: float = Field(default=30.0, gt=0, description="of the runs' roots, for what nobody POSTed")
     visibility_timeout_s: float = Field(default=60.0, ge=0, description="how long a shared file system may hide files")
     reservation_timeout_s: float = Field(default=1800.0, gt=0)
+    leftover_idle_s: float = Field(default=3600.0, gt=0, description="an export untouched for that long is dead")
     point_timeout_s: float = Field(default=3600.0, gt=0, description="from queued to its end; then `failed: deadline`")
     pin_timeout_s: float = Field(default=300.0, gt=0)
     sample_timeout_s: float = Field(default=300.0, gt=0)
     max_attempts: int = Field(default=3, ge=1)
     engine_lost_s: float = Field(default=5.0, gt=0, description="without a poll; then the engine is lost")
+    handover_s: float = Field(
+        default=10.0, ge=0, description="what a leaving engine has not done by then runs elsewhere"
+    )
     scorer_processes: int = Field(default=1, ge=1)
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
 
@@ -56,11 +61,20 @@ class GroupConfig(Section):
     dtype: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, group over fleet")
     urls: tuple[str, ...] = Field(default=(), description="attached engines")
+    api_key_env: str | None = Field(default=None, description="environment variable with the attached engines' key")
+    admin_api_key_env: str | None = Field(default=None, description="the same of their admin key, if it is another")
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Least and most engines."""
         return self.num_engines if isinstance(self.num_engines, tuple) else (self.num_engines, self.num_engines)
+
+    @property
+    def desired(self) -> int:
+        """How many engines there should be now."""
+        if self.kind == "attached":
+            return len(self.urls)
+        return 0 if self.kind == "placeholder" else self.bounds[0]
 
     @model_validator(mode="after")
     def _refusals(self) -> Self:
@@ -69,9 +83,29 @@ class GroupConfig(Section):
         least, most = self.bounds
         if not 0 <= least <= most:
             raise ValueError("num_engines: the least must be in 0..most")
-        if self.kind in ("pinned", "frozen") and self.model is None:
+        if self.kind != "placeholder" and self.model is None:
             raise ValueError("model: name the HF directory that the engines boot with")
+        self._check_attached()
         return self
+
+    def _check_attached(self) -> None:
+        if self.kind != "attached":
+            if self.urls or self.api_key_env or self.admin_api_key_env:
+                raise ValueError(f"urls: {self.kind} engines have none; use kind = 'attached' for engines by URL")
+            return
+        if not self.urls:
+            raise ValueError("urls: name the engines, such as ['http://gpu-7:30000']")
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"urls: {url!r} is no http(s)://host:port")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: one is named twice")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it may come to use; attached engines use somebody else's."""
+        return 0 if self.kind == "attached" else self.bounds[1] * self.num_gpus_per_engine
 
 
 class FleetConfig(Section):
@@ -87,6 +121,24 @@ class FleetConfig(Section):
         pinned = [name for name, group in self.groups.items() if group.kind == "pinned"]
         if pinned != [EVAL_GROUP]:
             raise ValueError(f"groups: exactly one pinned group, named {EVAL_GROUP!r}; found {pinned}")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_add_up(self) -> Self:
+        asked = {name: group.gpus for name, group in self.groups.items() if group.gpus}
+        if self.num_gpus and sum(asked.values()) != self.num_gpus:
+            told = " + ".join(f"{count} ({name})" for name, count in asked.items()) or "none"
+            raise ValueError(f"num_gpus: the groups' GPUs are {told}, and num_gpus is {self.num_gpus}")
+        return self
+
+    @model_validator(mode="after")
+    def _attached_engines_are_sized_like_ours(self) -> Self:
+        ours = self.groups[EVAL_GROUP].server_concurrency
+        for name, group in self.groups.items():
+            if group.kind == "attached" and group.server_concurrency != ours:
+                raise ValueError(
+                    f"groups.{name}.server_concurrency: attached engines take what the eval group's take, {ours}"
+                )
         return self
 
 

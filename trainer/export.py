@@ -245,7 +245,7 @@ def plan_files(architecture: Architecture, limit_bytes: int, writers: Sequence[i
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or not a number: by the sum, which is quick, and one by one where it overflows."""
-    parts = tensor.view(-1).split(_CHECKED_AT_ONCE)  # torch makes a float32 copy of what it sums
+    parts = torch.split(tensor.view(-1), _CHECKED_AT_ONCE)  # torch makes a float32 copy of what it sums
     return all(
         bool(torch.isfinite(part.sum(dtype=torch.float32))) or bool(torch.isfinite(part).all()) for part in parts
     )

@@ -2,26 +2,30 @@
 
 One event loop owns all of this. Every tick it carries out intents, notices what was lost, admits snapshots, leases
 engines and shows its life in the ledger; what takes long (checks, lanes, scans, deletions) runs in tasks and threads.
-It knows nothing of Ray: replicas reach it through `poll`, gateways through `wake`.
+It knows nothing of Ray: replicas reach it through `poll`, gateways through `wake`. A step of the tick that fails is
+recorded and tried again with the next one; a mistake of ours that stays makes the controller unhealthy, a ledger that
+is away does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.admitting import Admissions
+from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
 from eval_service.controller.pinning import Pinner
-from eval_service.controller.scheduler import LaneLoad, plan
+from eval_service.controller.scheduler import Claim, Lease, Shares, plan
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database, Fenced
@@ -36,8 +40,10 @@ from router.router import Router
 
 TICK_S = 0.25
 LIFE_S = 1.0
-HUNG_S = 10.0
+HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
+_CLOSE_S = 5.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,19 @@ class Parts:
     suites: Mapping[str, Suite]
     database: Database
     lock: FileLock
+
+
+@dataclass(slots=True)
+class Trouble:
+    """A step of the tick that fails again and again."""
+
+    since: float  # monotonic
+    error: Exception
+
+    @property
+    def ours(self) -> bool:
+        """Not just a ledger that is away for now."""
+        return not isinstance(self.error, Unavailable)
 
 
 class Controller:
@@ -61,6 +80,7 @@ class Controller:
         self._stopping = False
         self._beat = clock()
         self._acting: _Acting | None = None
+        self.troubles: dict[str, Trouble] = {}
         self.fenced = False
 
     # --- what others call
@@ -81,21 +101,19 @@ class Controller:
 
     def healthy(self) -> bool:
         """Whether it makes progress and may go on."""
-        return not self.fenced and self._clock() - self._beat < HUNG_S
+        now = self._clock()
+        stuck = any(trouble.ours and now - trouble.since >= HUNG_S for trouble in self.troubles.values())
+        return not self.fenced and not stuck and now - self._beat < HUNG_S
 
     # --- its life
 
     async def run(self) -> None:
         """Wait for the lock, act until stopped or fenced, and give the lock up."""
-        while not self._stopping and not self._parts.lock.try_take():
-            self._beat = self._clock()
-            await self._rest()
-        if self._stopping:
-            return
         try:
-            await self._act()
-        except Fenced:
-            self.fenced = True
+            while self._goes_on():
+                await self._tried("begin", self._begin)
+                self._beat = self._clock()
+                await self._rest()
         finally:
             self._parts.lock.release()
 
@@ -104,28 +122,61 @@ class Controller:
         self._stopping = True
         self._wake.set()
 
-    async def _act(self) -> None:
+    async def _tried(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Run one step: a failure is recorded and hinders no other step."""
+        try:
+            await step()
+        except Fenced as exc:
+            log.warning("%s", exc)
+            self.fenced = True
+        except Exception as exc:
+            known = self.troubles.get(name)
+            if known is None:
+                log.warning("%s: %s", name, exc, exc_info=not isinstance(exc, Unavailable))
+            self.troubles[name] = Trouble(known.since if known else self._clock(), exc)
+        else:
+            self.troubles.pop(name, None)
+
+    async def _begin(self) -> None:
+        """Take the lock and the epoch, if they can be had now, and act."""
+        if not self._parts.lock.try_take():
+            return
         ledger = LedgerThread()
-        epoch = await ledger(self._parts.database.take_epoch)
-        moves = Moves(self._parts.database, epoch, max_attempts=self._service.max_attempts)
-        await ledger(moves.recover)
+        try:
+            epoch = await ledger(self._parts.database.take_epoch)
+            moves = Moves(self._parts.database, epoch, max_attempts=self._service.max_attempts)
+            await ledger(moves.recover)
+            await self._act(moves, ledger)
+        finally:
+            ledger.close()
+
+    async def _act(self, moves: Moves, ledger: LedgerThread) -> None:
+        self.troubles.pop("begin", None)
         scorers = ScorerPool(self._service.scorer_processes, _SCORE_TIMEOUT_S)
-        concurrency = self._parts.config.groups[EVAL_GROUP].server_concurrency
-        limits = Limits(server_concurrency=concurrency, request_timeout_s=self._service.sample_timeout_s)
+        limits = Limits(
+            server_concurrency=self._parts.config.groups[EVAL_GROUP].server_concurrency,
+            request_timeout_s=self._service.sample_timeout_s,
+            wait_timeout_s=self._service.point_timeout_s,
+        )
         async with Router(limits) as router:
-            acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake)
-            self._acting = acting
+            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake, self._clock)
             try:
-                while not self._stopping:
-                    with contextlib.suppress(Unavailable):  # the ledger, for now: the next tick looks again
-                        await acting.tick()
-                    self._beat = self._clock()
+                while self._goes_on():
+                    await self._tick(acting)
                     await self._rest()
             finally:
                 self._acting = None
                 await acting.close()
                 await asyncio.to_thread(scorers.close)
-                ledger.close()
+
+    async def _tick(self, acting: _Acting) -> None:
+        for name, step in acting.steps():
+            if self._goes_on():
+                await self._tried(name, step)
+                self._beat = self._clock()
+
+    def _goes_on(self) -> bool:
+        return not self._stopping and not self.fenced
 
     async def _rest(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -144,16 +195,26 @@ class _Acting:
         scorers: ScorerPool,
         router: Router,
         wake: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._parts = parts
         self._service = parts.config.service
         self._moves = moves
         self._ledger = ledger
         self._router = router
+        self._clock = clock
         self._lanes: dict[str, Lane] = {}
+        self._served: dict[str, int] = {}
         self._shown_at = float("-inf")
+        eval_group = parts.config.groups[EVAL_GROUP]
+        self._restart_timeout_s = eval_group.start_timeout_s
+        self._costs = Costs(eval_group.server_concurrency)
         self.fleet = Fleet(
-            parts.config.groups, epoch=moves.epoch, lost_after_s=self._service.engine_lost_s, on_change=wake
+            parts.config.groups,
+            epoch=moves.epoch,
+            lost_after_s=self._service.engine_lost_s,
+            on_change=wake,
+            clock=clock,
         )
         self._lane_parts = LaneParts(
             fleet=self.fleet,
@@ -161,53 +222,74 @@ class _Acting:
             moves=moves,
             ledger=ledger,
             scorers=scorers,
-            sample_timeout_s=self._service.sample_timeout_s,
-            server_concurrency=parts.config.groups[EVAL_GROUP].server_concurrency,
+            costs=self._costs,
+            patience_s=self._service.point_timeout_s,
+            handover_s=self._service.handover_s,
             on_change=wake,
+            clock=clock,
         )
-        self._admissions = Admissions(self._service, moves, ledger, wake)
+        self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
         bounds = Bounds(self._service.roots, parts.suites.keys())
         retention = Retention(parts.database, moves.epoch)
         self._housekeeping = Housekeeping(self._service, Intents(parts.database, bounds), retention, ledger)
 
-    async def tick(self) -> None:
-        """One look at everything."""
-        call, moves = self._ledger, self._moves
-        if await call(moves.take_intents, reservation_timeout_s=self._service.reservation_timeout_s):
-            self._housekeeping.something_settled()
-        self._notice_lost()
-        await self._end_overdue()
-        await call(moves.tend_drains)
-        await self._cancel_overtaken()
-        await self._admissions.tick()
-        await self._lease()
-        await self._housekeeping.tick()
-        await self._show_life()
+    def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
+        """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
+        return (
+            ("engines", self._look_at_engines),
+            ("leases", self._lease),
+            ("intents", self._take_intents),
+            ("drains", self._tend_drains),
+            ("overtaken", self._end_overtaken),
+            ("overdue", self._end_overdue),
+            ("admission", self._admissions.tick),
+            ("housekeeping", self._housekeeping.tick),
+            ("life", self._show_life),
+        )
 
     async def close(self) -> None:
         """Stop every task; nothing is written for what was under way."""
         for lane in self._lanes.values():
             lane.cancel()
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=_CLOSE_S)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
         await self._admissions.close()
         await self._housekeeping.close()
 
     # --- engines
 
-    def _notice_lost(self) -> None:
-        """Engines that are gone, or were started anew, leave their lanes."""
+    async def _look_at_engines(self) -> None:
+        """Engines that are gone, or are not what they were, leave their lanes."""
         self.fleet.expire()
-        for lane in self._lanes.values():
-            for engine_id in sorted(lane.engines):
-                engine = self.fleet.engines.get(engine_id)
-                gone = engine is None or engine.lost
-                unpinned = engine_id in lane.proven and engine is not None and engine.pinned is not lane.pinner.order
-                if gone or unpinned:
-                    lane.drop(engine_id)
-            lane.release_idle()
+        self.fleet.heal()
+        for lane in list(self._lanes.values()):
+            lane.look()
+        self.fleet.release()
 
     # --- points
+
+    async def _take_intents(self) -> None:
+        timeout_s = self._service.reservation_timeout_s
+        if await self._ledger(self._moves.take_intents, reservation_timeout_s=timeout_s):
+            self._housekeeping.something_settled()
+            self._lane_parts.on_change()
+
+    async def _tend_drains(self) -> None:
+        await self._ledger(self._moves.tend_drains)
+
+    async def _end_overtaken(self) -> None:
+        """A point that somebody else ended lets its engines go at once; one whose lane is gone starts over."""
+        lanes = list(self._lanes)
+        for point in await self._ledger(self._moves.overtaken, lanes) if lanes else ():
+            if point in self._lanes:
+                self._lanes[point].cancel()
+        for point in await self._ledger(self._moves.strays, lanes):
+            if point not in self._lanes:
+                await self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
 
     async def _end_overdue(self) -> None:
         for point in await self._ledger(self._moves.overdue, self._service.point_timeout_s):
@@ -218,35 +300,50 @@ class _Acting:
             else:
                 await self._ledger(self._moves.end_unserved, point, detail)
 
-    async def _cancel_overtaken(self) -> None:
-        """A point that was cancelled, superseded, aborted or deleted lets its engines go at once."""
-        for point in await self._ledger(self._moves.overtaken, list(self._lanes)) if self._lanes else ():
-            if point in self._lanes:
-                self._lanes[point].cancel()
-
     async def _lease(self) -> None:
+        if not self.fleet.free():
+            return
         queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
-        loads = [LaneLoad(lane.point, len(lane.engines), lane.room) for lane in self._lanes.values()]
-        by_id = {point.id: point for point in queued}
-        free = sorted(engine.id for engine in self.fleet.free(EVAL_GROUP))
-        leases = plan(queued, loads, free, self._workload(queued))
-        for lease in leases:
-            lane = self._lanes.get(lease.point) or await self._begin(by_id[lease.point])
-            if lane is not None:
-                lane.join(lease.engine)
+        by_id = {point.id: point for point in queued if await self._has_suite(point)}
+        claims = [lane.claim for lane in self._lanes.values()]
+        claims += [self._first_claim(point) for point in by_id.values()]
+        free = sorted(engine.id for engine in self.fleet.free())
+        held: dict[str, int] = {}
+        for lane in self._lanes.values():
+            held[lane.point.run] = held.get(lane.point.run, 0) + len(lane.engines)
+        for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
+            await self._give(lease, by_id)
 
-    def _workload(self, queued: list[Runnable]) -> dict[str, int]:
-        """How many engines a suite's samples fill."""
-        concurrency = self._lane_parts.server_concurrency
-        sizes = {suite: len(self._parts.suites[suite].prompts()) for suite in {point.suite for point in queued}}
-        return {suite: -(-size // concurrency) for suite, size in sizes.items()}
+    def _first_claim(self, point: Runnable) -> Claim:
+        """What a point has use for whose lane is still to begin."""
+        size = len(self._parts.suites[point.suite].prompts())
+        waited_s = self._parts.database.clock() - point.queued_at
+        return Claim(point, max(1, self._costs.engines_for(point.suite, size)), waited_s=waited_s)
+
+    async def _give(self, lease: Lease, queued: Mapping[str, Runnable]) -> None:
+        """Carry a lease out, if what it was planned for is still so: each ledger call lets time pass."""
+        lane = self._lanes.get(lease.point)
+        if lane is None and lease.point in queued:
+            lane = await self._begin(queued[lease.point])
+        engine = self.fleet.engines.get(lease.engine)
+        if lane is not None and lane.open and engine is not None and engine.free:
+            self._served[lane.point.run] = max(self._served.values(), default=0) + 1
+            lane.join(lease.engine)
+
+    async def _has_suite(self, point: Runnable) -> bool:
+        """A suite may be gone from the service's file since the point was asked for."""
+        if point.suite in self._parts.suites:
+            return True
+        detail = f"the service has no suite {point.suite!r} any more"
+        await self._ledger(self._moves.end, point.id, PointState.SKIPPED, Reason.UNHEALTHY, detail)
+        return False
 
     async def _begin(self, point: Runnable) -> Lane | None:
         """Start a lane; None where the point is no longer queued."""
+        manifest = await self._ledger(self._moves.manifest, point.snapshot_id)
         number = await self._ledger(self._moves.begin_attempt, point.id)
         if number is None:
             return None
-        manifest = await self._ledger(self._moves.manifest, point.snapshot_id)
         order = PinOrder(
             snapshot=point.snapshot,
             manifest=manifest,
@@ -254,9 +351,9 @@ class _Acting:
             timeout_s=self._service.pin_timeout_s,
             visibility_timeout_s=self._service.visibility_timeout_s,
         )
-        restart_timeout_s = self._parts.config.groups[EVAL_GROUP].start_timeout_s
-        pinner = Pinner(self.fleet, order, restart_timeout_s)
-        lane = Lane(point, self._parts.suites[point.suite], pinner, self._lane_parts)
+        wake = self._lane_parts.on_change
+        pinner = Pinner(self.fleet, order, self._restart_timeout_s, on_trouble=wake, clock=self._clock)
+        lane = Lane(point, number, self._parts.suites[point.suite], pinner, self._lane_parts)
         self._lanes[point.id] = lane
         lane.start().add_done_callback(lambda _: self._ended(point.id))
         return lane
@@ -267,10 +364,10 @@ class _Acting:
         self._lane_parts.on_change()
 
     async def _show_life(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._shown_at < LIFE_S:
             return
-        self._shown_at = now
         upstreams = self._router.stats().upstreams
         view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0)
         await self._ledger(self._moves.show_life, view.model_dump_json())
+        self._shown_at = now

@@ -1,7 +1,8 @@
 """The engines as their replicas report them, and the commands that go to them.
 
 Everything here runs on the controller's loop. An engine is leased to one lane at most. A new boot nonce means that its
-pin is gone; a command that was under way then has failed.
+pin is gone; a pin that was under way then has failed. A command is handed out until a report says that it was taken, so
+a lost answer loses nothing; while one is not finished its engine is not free, whoever still waits for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
 from eval_service.engine.protocol import (
@@ -21,11 +23,34 @@ from eval_service.engine.protocol import (
     CommandResult,
     EngineReport,
     PinError,
+    PinEvidence,
     PinOrder,
 )
 from eval_service.fleet_config import GroupConfig
 
 FORGET_S = 60.0
+QUARANTINE_S = 30.0  # then the engine is started anew; doubled each time that it fails again
+MAX_QUARANTINE_S = 900.0
+MAX_USELESS = 3  # answers that were no use, of one boot of an engine whose pins were proven
+LEASED_KINDS = ("pinned", "attached")
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """What an engine was seen to hold, proven."""
+
+    order: PinOrder
+    evidence: PinEvidence
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A command on its way or at work."""
+
+    command: Command
+    result: asyncio.Future[CommandResult]
+    handed: bool = False  # a poll's answer carried it
+    taken: bool = False  # the replica says that it has it
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +62,14 @@ class Engine:
     heard_wall: float
     point: str | None = None
     pinned: PinOrder | None = None
-    last_good: PinOrder | None = None
+    last_good: Good | None = None
     quarantined: str | None = None
+    retry_at: float = 0.0
+    strikes: int = 0  # quarantines since it was last proven
+    useless: int = 0
     lost: bool = False
-    outgoing: Command | None = None
-    pending: dict[str, asyncio.Future[CommandResult]] = field(default_factory=dict)
+    released: bool = False
+    sent: dict[str, Sent] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -55,13 +83,31 @@ class Engine:
         return not self.lost and self.quarantined is None and self.report.state is EngineState.READY
 
     @property
+    def hopeful(self) -> bool:
+        """It is there, if not ready now."""
+        return not self.lost and self.quarantined is None and self.report.state is not EngineState.LEAVING
+
+    @property
+    def free(self) -> bool:
+        """It may be leased: it is ready, nobody's, and has nothing left to do."""
+        return self.ready and self.point is None and not self.sent
+
+    @property
     def state(self) -> EngineState:
         """What it is doing, as shown."""
         if self.lost:
             return EngineState.LOST
         if self.quarantined is not None:
             return EngineState.QUARANTINED
-        return EngineState.PINNING if self.pending else self.report.state
+        return EngineState.PINNING if self.sent and self.ready else self.report.state
+
+    def next_command(self) -> Command | None:
+        """The first command that the replica does not have."""
+        for sent in self.sent.values():
+            if not sent.taken:
+                sent.handed = True
+                return sent.command
+        return None
 
     def touch(self) -> None:
         """Something about it changed: wake who waits for that."""
@@ -76,7 +122,7 @@ class Fleet:
         groups: from fleet.toml.
         epoch: of the controller that acts; it goes into every command.
         lost_after_s: without a poll.
-        on_change: called when an engine came, became ready, was lost or started anew.
+        on_change: called when an engine came, became free, was lost or started anew.
     """
 
     def __init__(
@@ -94,17 +140,19 @@ class Fleet:
         self._on_change = on_change
         self._clock = clock
         self.engines: dict[str, Engine] = {}
+        self.last_good: Good | None = None
 
     # --- replicas
 
     async def poll(self, report: EngineReport) -> Command | None:
         """Take a report in; answer with a command, at once where there is one, else after `POLL_S`."""
         engine = self._take(report)
-        if engine.outgoing is None:
+        command = engine.next_command()
+        if command is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.changed.wait(), POLL_S)
             engine.heard_at = self._clock()
-        command, engine.outgoing = engine.outgoing, None
+            command = engine.next_command()
         return command
 
     def _take(self, report: EngineReport) -> Engine:
@@ -113,53 +161,80 @@ class Fleet:
         if engine is None:
             engine = self.engines[report.engine] = Engine(report, now, wall)
             self._on_change()
-        before = (engine.ready, engine.report.nonce)
-        if report.nonce != engine.report.nonce:
-            self._forget_boot(engine)
-        engine.report, engine.heard_at, engine.heard_wall, engine.lost = report, now, wall, False
+        before = (engine.ready, engine.free, engine.report.nonce, engine.report.state)
+        engine.heard_at, engine.heard_wall, engine.lost = now, wall, False
+        if report.number >= engine.report.number:
+            if report.nonce != engine.report.nonce:
+                self._forget_boot(engine, report.nonce)
+            engine.report = report
+            self._note_taken(engine, report)
         for result in report.results:
-            future = engine.pending.pop(result.id, None)
-            if future is not None and not future.done():
-                future.set_result(result)
-        if before != (engine.ready, report.nonce):
+            self._note_result(engine, result)
+        if before != (engine.ready, engine.free, report.nonce, report.state):
             engine.touch()
             self._on_change()
         return engine
 
-    def _forget_boot(self, engine: Engine) -> None:
+    def _note_taken(self, engine: Engine, report: EngineReport) -> None:
+        for id_ in report.taken:
+            if id_ in engine.sent:
+                engine.sent[id_].taken = True
+
+    def _note_result(self, engine: Engine, result: CommandResult) -> None:
+        sent = engine.sent.pop(result.id, None)
+        if sent is None:
+            return
+        if sent.command.kind is CommandKind.PIN:
+            # Here and not where it is waited for: in between the engine may have been started anew.
+            engine.pinned = sent.command.pin if result.ok else None
+        if not sent.result.done():
+            sent.result.set_result(result)
+
+    def _forget_boot(self, engine: Engine, nonce: str | None) -> None:
         """The server was started anew: its pin is gone, and pins under way have failed. A restart goes on."""
         engine.pinned = None
-        for id_, future in list(engine.pending.items()):
-            if not id_.startswith(CommandKind.RESTART) and not future.done():
-                future.set_result(CommandResult(id_, ok=False, error=PinError.DIED, detail="the server ended"))
-                engine.pending.pop(id_)
+        engine.useless = 0
+        if nonce is not None:
+            engine.quarantined = None  # it is as good as new; what it is worth its next pin shows
+        for id_, sent in list(engine.sent.items()):
+            if sent.command.kind is CommandKind.PIN:
+                self._note_result(engine, _died(id_, "the server ended"))
 
-    # --- the controller
+    # --- commands
 
     def send(self, engine_id: str, kind: CommandKind, pin: PinOrder | None = None) -> asyncio.Future[CommandResult]:
-        """Send a command; the future is its result, `DIED` where the engine was lost on the way."""
+        """Send a command; the future is its result, `DIED` where the engine was lost on the way.
+
+        One whose future is cancelled before any answer carried it is taken back.
+        """
         engine = self.engines[engine_id]
         command = Command(f"{kind}-{uuid.uuid4().hex}", self._epoch, kind, pin)
-        future: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
-        engine.pending[command.id] = future
-        engine.outgoing = command
+        result: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
+        engine.sent[command.id] = Sent(command, result)
+        result.add_done_callback(lambda done: self._take_back(engine, command.id) if done.cancelled() else None)
         engine.touch()
-        return future
+        return result
+
+    def _take_back(self, engine: Engine, command: str) -> None:
+        if command in engine.sent and not engine.sent[command].handed:
+            del engine.sent[command]
+            engine.touch()
+            self._on_change()
 
     async def wait_ready(self, engine_id: str, timeout_s: float) -> bool:
-        """Wait until an engine serves (again); False where it does not in time, or is lost."""
+        """Wait until an engine serves (again) and has nothing to do; False where it does not in time, or is lost."""
         until = self._clock() + timeout_s
-        while (engine := self.engines.get(engine_id)) is not None and not engine.lost:
-            if engine.ready and not engine.pending:
+        while (engine := self.engines.get(engine_id)) is not None and engine.hopeful:
+            if engine.ready and not engine.sent:
                 return True
             left = until - self._clock()
             if left <= 0:
                 return False
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.changed.wait(), min(left, POLL_S))
-            except TimeoutError:
-                continue
         return False
+
+    # --- what becomes of engines
 
     def expire(self) -> list[Engine]:
         """Mark engines lost that have been silent for too long; returns those lost now. Long lost ones are dropped."""
@@ -176,27 +251,80 @@ class Fleet:
 
     def _lose(self, engine: Engine) -> None:
         engine.lost = True
+        for id_ in list(engine.sent):
+            self._note_result(engine, _died(id_, "the engine was lost"))
         engine.pinned = None
-        for id_, future in engine.pending.items():
-            if not future.done():
-                future.set_result(CommandResult(id_, ok=False, error=PinError.DIED, detail="the engine was lost"))
-        engine.pending.clear()
         engine.touch()
+        self._on_change()
+
+    def prove(self, engine_id: str, good: Good) -> None:
+        """It holds this, proven."""
+        engine = self.engines[engine_id]
+        engine.last_good = self.last_good = good
+        engine.strikes = 0
 
     def quarantine(self, engine_id: str, why: str) -> None:
-        """Lease it to nobody any more, until its server is started anew by its replica."""
+        """Lease it to nobody until its server was started anew, which is asked for after a while."""
         engine = self.engines.get(engine_id)
-        if engine is not None:
-            engine.quarantined = why
-            engine.touch()
+        if engine is None or engine.quarantined is not None:
+            return
+        engine.quarantined = why
+        engine.pinned = None
+        engine.retry_at = self._clock() + min(MAX_QUARANTINE_S, QUARANTINE_S * 2**engine.strikes)
+        engine.strikes += 1
+        engine.touch()
+        self._on_change()
 
-    def free(self, group: str) -> list[Engine]:
-        """Engines of a group that may be leased."""
-        return [
-            engine
-            for engine in self.engines.values()
-            if engine.report.group == group and engine.ready and engine.point is None and not engine.pending
-        ]
+    def useless(self, engine_id: str, why: str) -> None:
+        """A proven engine gave an answer that can't be used: its pin counts no longer; after a few, nor does it."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        engine.pinned = None
+        engine.useless += 1
+        if engine.useless >= MAX_USELESS:
+            self.quarantine(engine_id, f"{engine.useless} times since its start its answers were no use: {why}")
+
+    def heal(self) -> None:
+        """Have engines whose quarantine is over started anew; ones that can't be get their chance as they are."""
+        now = self._clock()
+        for engine in self.engines.values():
+            due = engine.quarantined is not None and now >= engine.retry_at and not engine.lost
+            if due and not engine.sent:
+                restart = self.send(engine.id, CommandKind.RESTART)
+                restart.add_done_callback(partial(self._healed, engine))
+
+    def _healed(self, engine: Engine, restart: asyncio.Future[CommandResult]) -> None:
+        if restart.cancelled():
+            return
+        result = restart.result()
+        if result.ok or result.error is PinError.REFUSED:
+            engine.quarantined = None
+            engine.touch()
+            self._on_change()
+        else:
+            engine.retry_at = self._clock() + QUARANTINE_S
+
+    def release(self) -> None:
+        """Tell engines that are leaving, and have nothing of anybody's left, that they may go."""
+        for engine in self.engines.values():
+            leaving = engine.report.state is EngineState.LEAVING and not engine.lost
+            if leaving and engine.point is None and not engine.sent and not engine.released:
+                engine.released = True
+                self.send(engine.id, CommandKind.LEAVE)
+
+    # --- what is asked of it
+
+    def leasable(self) -> list[Engine]:
+        """Engines that are pinned for points, frozen groups' are not."""
+        return [engine for engine in self.engines.values() if self._is_leasable(engine.report.group)]
+
+    def free(self) -> list[Engine]:
+        """Engines that may be leased now."""
+        return [engine for engine in self.leasable() if engine.free]
+
+    def _is_leasable(self, group: str) -> bool:
+        return group in self.groups and self.groups[group].kind in LEASED_KINDS
 
     def view(self, in_flight: Callable[[str], int]) -> FleetView:
         """What `GET /fleet` shows."""
@@ -215,15 +343,14 @@ class Fleet:
             name=name,
             kind=group.kind,
             grade=group.grade,
-            desired=group.bounds[0],
+            desired=group.desired,
             ready=sum(engine.state in (EngineState.READY, EngineState.PINNING) for engine in engines),
             engines=engines,
         )
 
 
-def live(engines: Iterable[Engine]) -> list[Engine]:
-    """Those that are not lost."""
-    return [engine for engine in engines if not engine.lost]
+def _died(command: str, detail: str) -> CommandResult:
+    return CommandResult(command, ok=False, error=PinError.DIED, detail=detail)
 
 
 def _engine_view(engine: Engine, in_flight: int) -> EngineView:

@@ -1,7 +1,8 @@
 """Generating a point's samples through the router: every one tagged with its engine and the weights it came from.
 
-Invariant: a sample counts only if the engine reports the pinned `weight_version` for it; else it is thrown away, the
-engine is reported as stale, and the sample runs again.
+Invariants: a sample counts only if the engine reports the pinned `weight_version` for it; else it is thrown away, the
+engine is reported as useless, and the sample runs again. Waiting for an engine is no fault: samples wait for as long as
+their point may take. A sample that is stuck on every engine it is given to is its own error and holds up nobody else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import Generated, SampleFault, UnusableAnswer, parse_answer, request_for
 from eval_service.suites.suite import Suite
-from router.errors import NoTarget, RouterError
+from router.errors import NoTarget, RouterError, UpstreamFailed
+from router.faults import FaultKind
 from router.router import Router
 
 WORKERS = 1024  # requests that wait at the router at once; the rest are not made yet
@@ -41,7 +43,9 @@ class Generation:
     Args:
         target: the router's target that the lane's proven engines are in.
         weight_version: what every answer must carry.
-        stale: called with the id of an engine that reported another one.
+        patience_s: of one sample, waits and runs together; what bounds a run is the router's limit.
+        useless: called with the id of an engine whose answer was no use, and why.
+        answered: called after each sample with its seconds on an engine, None where none answered it.
     """
 
     def __init__(
@@ -52,16 +56,18 @@ class Generation:
         target: str,
         weight_version: str,
         vocab_size: int,
-        timeout_s: float,
-        stale: Callable[[str], None],
+        patience_s: float,
+        useless: Callable[[str, str], None],
+        answered: Callable[[float | None], None],
     ) -> None:
         self._suite = suite
         self._router = router
         self._target = target
         self._weight_version = weight_version
         self._vocab_size = vocab_size
-        self._timeout_s = timeout_s
-        self._stale = stale
+        self._patience_s = patience_s
+        self._useless = useless
+        self._answered = answered
         self._prompts = suite.prompts()
         self._made = 0
         self._answers: dict[int, Answered] = {}
@@ -72,8 +78,13 @@ class Generation:
         return len(self._prompts) - len(self._answers)
 
     @property
+    def all_made(self) -> bool:
+        """Whether every sample was handed to the router."""
+        return self._made == len(self._prompts)
+
+    @property
     def unsent(self) -> int:
-        """Samples that no engine works on yet."""
+        """Samples that no engine works on."""
         gate = self._router.stats().targets.get(self._target)
         return len(self._prompts) - self._made + (gate.waiting if gate else 0)
 
@@ -92,7 +103,9 @@ class Generation:
     async def _work(self, left: Iterator[Prompt]) -> None:
         for prompt in left:
             self._made += 1
-            self._answers[prompt.index] = await self._sample(prompt)
+            answer = await self._sample(prompt)
+            self._answers[prompt.index] = answer
+            self._answered(answer.latency_s if answer.generated else None)
 
     async def _sample(self, prompt: Prompt) -> Answered:
         try:
@@ -102,9 +115,13 @@ class Generation:
         why = ""
         for _ in range(RERUNS):
             try:
-                answer = await self._router.post(self._target, "/generate", request, timeout_s=self._timeout_s)
+                answer = await self._router.post(self._target, "/generate", request, timeout_s=self._patience_s)
             except NoTarget:
                 raise
+            except UpstreamFailed as exc:
+                if not exc.faults or any(fault.kind is not FaultKind.TIMEOUT for fault in exc.faults):
+                    raise Spoiled(str(exc)) from exc
+                return Answered(prompt, None, str(exc), exc.faults[-1].upstream, 0.0)
             except RouterError as exc:
                 raise Spoiled(str(exc)) from exc
             try:
@@ -112,10 +129,11 @@ class Generation:
             except SampleFault as exc:
                 return Answered(prompt, None, str(exc), answer.upstream, answer.latency_s)
             except UnusableAnswer as exc:
-                why = f"{answer.upstream}: {exc}"
-                continue
-            if generated.weight_version == self._weight_version:
-                return Answered(prompt, generated, None, answer.upstream, answer.latency_s)
-            why = f"{answer.upstream} reports weight_version {generated.weight_version!r}"
-            self._stale(answer.upstream)
+                why = str(exc)
+            else:
+                if generated.weight_version == self._weight_version:
+                    return Answered(prompt, generated, None, answer.upstream, answer.latency_s)
+                why = f"it reports weight_version {generated.weight_version!r}"
+            self._useless(answer.upstream, why)
+            why = f"{answer.upstream}: {why}"
         raise Spoiled(f"no answer in {RERUNS} runs: {why}")

@@ -24,6 +24,7 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+AGAIN_S = 10.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
@@ -37,6 +38,7 @@ class Housekeeping:
         self._next_scan = 0.0
         self._next_leftovers = 0.0
         self._collect = True
+        self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def something_settled(self) -> None:
@@ -50,8 +52,8 @@ class Housekeeping:
             self._next_scan = now + self._service.scan_interval_s
             self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
-            self._next_leftovers = now + LEFTOVERS_EVERY_S
-        if self._collect and self._start("collect", self._collect_settled):
+            self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
+        if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
     async def close(self) -> None:
@@ -73,6 +75,10 @@ class Housekeeping:
             await work()
         except (EvalfleetError, OSError) as exc:
             log.warning("%s: %s; it is tried again", name, exc)
+            if work == self._collect_settled:
+                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
+        except Exception:
+            log.exception("%s; it is tried again with the next occasion", name)
 
     # --- what nobody sent
 
@@ -138,5 +144,5 @@ class Housekeeping:
         reserved = await self._ledger(self._retention.reserved_runs)
         for place in await self._ledger(self._retention.places):
             found = await asyncio.to_thread(find_leftovers, place.root, place.run)
-            for leftover in plan_leftovers(found, reserved, now=time.time()):
+            for leftover in plan_leftovers(found, reserved, now=time.time(), idle_s=self._service.leftover_idle_s):
                 await asyncio.to_thread(remove_leftover, leftover, place.root)

@@ -1,56 +1,39 @@
 """A running point and the engines now leased to it; engines may join and leave while it runs.
 
 Invariants: the result is written once, by the ledger's table; whatever happens to a lane ends in the ledger as a state
-of its point; an engine that is let go of has nothing of this lane's left to do.
+of its point, also where the ledger could not be written at first; an engine that is let go of has nothing of this
+lane's left to do. A lane without engines waits: its answers are kept, and the point's deadline bounds it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
-from eval_service.contract.names import samples_file
 from eval_service.contract.states import PointState, Reason
-from eval_service.contract.wire import SampleView
+from eval_service.contract.wire import EngineState
+from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.generating import Answered, Generation, Spoiled
+from eval_service.controller.outcomes import LaneEnd, LaneFault, Overtaken
 from eval_service.controller.pinning import Outcome, Pinner, Verdict
+from eval_service.controller.recording import Recorder, Weights
+from eval_service.controller.scheduler import Claim
 from eval_service.ledger.database import Fenced
-from eval_service.ledger.moves import Moves, Result, Runnable
-from eval_service.suites.samples import write_samples
-from eval_service.suites.scoring import Score, ScorerPool
-from eval_service.suites.statistics import aggregate
+from eval_service.ledger.moves import Moves, Runnable
+from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.router import Router
 from router.upstream import Upstream
 
-
-class LaneFault(Exception):
-    """An infrastructure fault: the point goes back to `queued`."""
-
-    def __init__(self, fault: str, detail: str) -> None:
-        super().__init__(f"{fault}: {detail}")
-        self.fault = fault
-        self.detail = detail
-
-
-class LaneEnd(Exception):
-    """The point ends without a result."""
-
-    def __init__(self, state: PointState, reason: Reason, detail: str) -> None:
-        super().__init__(f"{state}: {reason}: {detail}")
-        self.state = state
-        self.reason = reason
-        self.detail = detail
-
-
-class Overtaken(Exception):
-    """Somebody else ended the point; there is nothing to write."""
+log = logging.getLogger(__name__)
+# What an engine that can't load a snapshot tells of it, the most certain first.
+_CERTAINTY = (Verdict.SNAPSHOT, Verdict.SUSPECT, Verdict.NOT_VISIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +45,11 @@ class LaneParts:
     moves: Moves
     ledger: LedgerThread
     scorers: ScorerPool
-    sample_timeout_s: float
-    server_concurrency: int
+    costs: Costs
+    patience_s: float  # of a sample that waits for an engine: as long as a point may take
+    handover_s: float
     on_change: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True, eq=False)
@@ -72,12 +57,16 @@ class Lane:
     """One attempt at a point."""
 
     point: Runnable
+    number: int
     suite: Suite
     pinner: Pinner
     parts: LaneParts
     engines: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
+    idle_since: float = field(init=False)
+    _suspicions: dict[str, Outcome] = field(default_factory=dict)
+    _leaving: dict[str, float] = field(default_factory=dict)
     _generation: Generation = field(init=False)
     _pins: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _first: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,19 +80,35 @@ class Lane:
             target=self.point.id,
             weight_version=self.pinner.order.weight_version,
             vocab_size=self.point.vocab_size,
-            timeout_s=self.parts.sample_timeout_s,
-            stale=self.drop,
+            patience_s=self.parts.patience_s,
+            useless=self._useless,
+            answered=self._answered,
         )
         self._condemned = asyncio.get_running_loop().create_future()
+        self.idle_since = self.parts.clock()
 
-    # --- engines
+    # --- what the scheduler asks
 
     @property
-    def room(self) -> int:
-        """Further engines that its work is worth: as many as its unsent samples fill, one where it has none left."""
-        if not self.engines:
-            return int(self._generation.unanswered > 0)
-        return max(0, self._generation.unsent // self.parts.server_concurrency - len(self.engines - self.proven))
+    def open(self) -> bool:
+        """It has use for engines: it was not ended, and not all of its samples are in."""
+        return not self._condemned.done() and self._generation.unanswered > 0
+
+    @property
+    def claim(self) -> Claim:
+        """What it has use for. An engine in trouble may be long in coming, so it counts as none."""
+        there = self.engines - self.pinner.troubled
+        waited_s = 0.0 if self.engines else self.parts.clock() - self.idle_since
+        return Claim(self.point, self._wants(len(there)), len(self.engines), frozenset(self._suspicions), waited_s)
+
+    def _wants(self, there: int) -> int:
+        if not self.open:
+            return 0
+        if not there:
+            return 1
+        return max(0, self.parts.costs.engines_for(self.suite.name, self._generation.unsent) - there)
+
+    # --- engines
 
     def join(self, engine_id: str) -> None:
         """Lease an engine to this lane: it is pinned, and takes work as soon as it is proven."""
@@ -112,7 +117,7 @@ class Lane:
         self._pins[engine_id] = asyncio.get_running_loop().create_task(self._pin(engine_id))
 
     def drop(self, engine_id: str) -> None:
-        """It is lost, stale or was started anew: what it had in flight runs again elsewhere, and it is nobody's."""
+        """It is lost, ejected or was started anew: what it had in flight runs again elsewhere, and it is nobody's."""
         if engine_id in self.engines:
             self.parts.router.remove(self.point.id, engine_id, abort=True)
             engine = self.parts.fleet.engines.get(engine_id)
@@ -120,21 +125,68 @@ class Lane:
                 engine.pinned = None
             self._let_go(engine_id)
 
+    def look(self) -> None:
+        """Part with engines that are gone, were started anew, were ejected, are leaving, or have nothing left to do."""
+        upstreams = self.parts.router.stats().upstreams
+        for engine_id in sorted(self.engines):
+            engine = self.parts.fleet.engines.get(engine_id)
+            if engine is None or engine.lost:
+                self.drop(engine_id)
+            elif engine.report.state is EngineState.LEAVING:
+                self._part_with(engine_id)
+            elif engine_id in self.proven:
+                ejected = engine_id in upstreams and not upstreams[engine_id].healthy
+                if ejected or engine.pinned is not self.pinner.order:
+                    self.drop(engine_id)
+        self.release_idle()
+        self._judge()
+
+    def _part_with(self, engine_id: str) -> None:
+        """It says that it leaves: it gets nothing more, and what it has not done in time is taken back."""
+        if engine_id not in self.proven:
+            self.drop(engine_id)
+            return
+        self.parts.router.remove(self.point.id, engine_id)
+        until = self._leaving.setdefault(engine_id, self.parts.clock() + self.parts.handover_s)
+        if not self._in_flight(engine_id):
+            self._let_go(engine_id)
+        elif self.parts.clock() >= until:
+            self.parts.router.add(self.point.id, self._upstream(engine_id))  # only what is a target's can be aborted
+            self.drop(engine_id)
+
     def release_idle(self) -> None:
         """Nothing is left to send: engines that have nothing of it in flight go on to the next point."""
         if not self.proven or self._generation.unsent:
             return
-        upstreams = self.parts.router.stats().upstreams
         for engine_id in sorted(self.engines):
-            busy = engine_id in upstreams and upstreams[engine_id].in_flight > 0
             last = self.proven == {engine_id} and self._generation.unanswered > 0
-            if not busy and not last:
+            if not last and not self._in_flight(engine_id):
                 self.parts.router.remove(self.point.id, engine_id)
                 self._let_go(engine_id)
+
+    def _in_flight(self, engine_id: str) -> int:
+        upstream = self.parts.router.stats().upstreams.get(engine_id)
+        return upstream.in_flight if upstream else 0
+
+    def _answered(self, latency_s: float | None) -> None:
+        """A sample is in. At once, and not with the next tick: an idle engine is another point's."""
+        if latency_s is not None:
+            self.parts.costs.note_sample(self.suite.name, latency_s)
+        if self._generation.all_made:
+            self.release_idle()
+
+    def _useless(self, engine_id: str, why: str) -> None:
+        """An answer was no use: the engine is out until it is proven anew."""
+        if engine_id in self.proven:
+            self.drop(engine_id)
+            self.parts.fleet.useless(engine_id, why)
 
     def _let_go(self, engine_id: str) -> None:
         self.engines.discard(engine_id)
         self.proven.discard(engine_id)
+        self._leaving.pop(engine_id, None)
+        if not self.engines:
+            self.idle_since = self.parts.clock()
         pin = self._pins.pop(engine_id, None)
         if pin is not None and pin is not asyncio.current_task():
             pin.cancel()
@@ -142,6 +194,8 @@ class Lane:
         if engine is not None and engine.point == self.point.id:
             engine.point = None
         self.parts.on_change()
+
+    # --- pins
 
     async def _pin(self, engine_id: str) -> None:
         try:
@@ -153,26 +207,54 @@ class Lane:
             self._admit(engine_id)
         else:
             self._let_go(engine_id)
-            self._judge(outcome)
+            self._note_failure(engine_id, outcome)
+        self._judge()
 
     def _admit(self, engine_id: str) -> None:
-        """It is proven: it takes work from here on."""
-        report = self.parts.fleet.engines[engine_id].report
-        headers = {"authorization": f"Bearer {report.api_key}"} if report.api_key else {}
-        self.parts.router.add(self.point.id, Upstream(engine_id, report.url or "", headers))
+        """It is proven: it takes work from here on, unless it was started anew in this very moment."""
         self._pins.pop(engine_id, None)
+        engine = self.parts.fleet.engines.get(engine_id)
+        if engine is None or engine.pinned is not self.pinner.order:
+            self._let_go(engine_id)
+            return
+        if self.pinner.seconds is not None:
+            self.parts.costs.note_pin(self.pinner.seconds)
+        self.parts.router.add(self.point.id, self._upstream(engine_id))
         self.proven.add(engine_id)
         self._first.set()
 
-    def _judge(self, outcome: Outcome) -> None:
-        if outcome.verdict is Verdict.SNAPSHOT:
-            self._condemn(LaneEnd(PointState.SKIPPED, Reason.PIN_VIOLATION, outcome.detail))
-        elif outcome.verdict is Verdict.NOT_VISIBLE:
-            self._condemn(LaneEnd(PointState.SKIPPED, Reason.CKPT_MISSING, outcome.detail))
-        elif outcome.verdict is Verdict.FENCED:
+    def _upstream(self, engine_id: str) -> Upstream:
+        report = self.parts.fleet.engines[engine_id].report
+        headers = {"authorization": f"Bearer {report.api_key}"} if report.api_key else {}
+        return Upstream(engine_id, report.url or "", headers)
+
+    def _note_failure(self, engine_id: str, outcome: Outcome) -> None:
+        if outcome.verdict is Verdict.FENCED:
             self._condemn(Fenced(outcome.detail))
-        elif not self.engines and not self._first.is_set():
-            self._condemn(LaneFault("engine", outcome.detail))
+        elif outcome.verdict is not Verdict.ENGINE:
+            self._suspicions[engine_id] = outcome
+
+    def _judge(self) -> None:
+        """Who is at fault for the pins that failed: the engines, if any engine proved the snapshot; else it is.
+
+        Undecided while other pins are under way, and while an engine that was not asked yet could tell.
+        """
+        if not self._suspicions:
+            return
+        if self.pinner.evidence:
+            for engine_id, outcome in list(self._suspicions.items()):
+                if outcome.verdict is not Verdict.NOT_VISIBLE:
+                    self.parts.fleet.quarantine(engine_id, f"it can't load what others did: {outcome.detail}")
+                    del self._suspicions[engine_id]  # started anew it may try again
+        elif not self._pins:
+            told = sorted(self._suspicions.values(), key=lambda outcome: _CERTAINTY.index(outcome.verdict))[0]
+            if told.verdict is not Verdict.SUSPECT or len(self._suspicions) > 1 or not self._other_opinions():
+                reason = Reason.CKPT_MISSING if told.verdict is Verdict.NOT_VISIBLE else Reason.PIN_VIOLATION
+                self._condemn(LaneEnd(PointState.SKIPPED, reason, told.detail))
+
+    def _other_opinions(self) -> bool:
+        """Whether an engine that was not asked yet may come to tell."""
+        return any(engine.hopeful and engine.id not in self._suspicions for engine in self.parts.fleet.leasable())
 
     def _condemn(self, why: Exception) -> None:
         if not self._condemned.done():
@@ -191,21 +273,25 @@ class Lane:
         self._condemn(Overtaken())
 
     async def _live(self) -> None:
-        moves, call, point = self.parts.moves, self.parts.ledger, self.point.id
+        moves, write, point = self.parts.moves, self.parts.ledger.patiently, self.point.id
         work = asyncio.create_task(self._attempt())
         try:
             await self._unless_condemned(work)
         except (Overtaken, Fenced):
             pass
         except LaneEnd as exc:
-            await call(moves.end, point, exc.state, exc.reason, exc.detail)
+            await self._leave(work)
+            await write(moves.end, point, exc.state, exc.reason, exc.detail)
         except LaneFault as exc:
-            await call(moves.requeue, point, exc.fault, exc.detail, sorted(self.pinner.evidence))
-        except Exception as exc:  # noqa: BLE001 - the task's edge: recorded as a fault of this attempt
-            await call(moves.requeue, point, "internal", f"{type(exc).__name__}: {exc}", sorted(self.pinner.evidence))
+            await self._leave(work)
+            await write(moves.requeue, point, exc.fault, exc.detail, sorted(self.pinner.evidence))
+        except Exception as exc:
+            log.exception("point %s: attempt %d", point, self.number)
+            await self._leave(work)
+            detail = f"{type(exc).__name__}: {exc}"
+            await write(moves.requeue, point, "internal", detail, sorted(self.pinner.evidence))
         finally:
-            work.cancel()
-            self._close()
+            await self._leave(work)
 
     async def _unless_condemned(self, work: asyncio.Task[None]) -> None:
         condemned: asyncio.Future[Any] = self._condemned
@@ -214,92 +300,45 @@ class Lane:
             raise self._condemned.result()
         await work
 
+    async def _leave(self, work: asyncio.Task[None]) -> None:
+        """Nothing of the attempt goes on, and its engines are free before its end is written."""
+        self.cancel()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        self._close()
+
     def _close(self) -> None:
         self.parts.router.drop_target(self.point.id, abort=True)
         for engine_id in sorted(self.engines):
             self._let_go(engine_id)
 
     async def _attempt(self) -> None:
-        began = time.monotonic()
+        began = self.parts.clock()
         await self._first.wait()
-        self._timings["pin_s"] = time.monotonic() - began
+        self._timings["pin_s"] = self.parts.clock() - began
         await self._advance(PointState.RUNNING)
         answers = await self._answers()
         self._close()
         await self._advance(PointState.SCORING)
-        await self._record(answers)
+        recorder = Recorder(
+            self.point, self.number, self.suite, self.parts.moves, self.parts.ledger, self.parts.scorers
+        )
+        weights = Weights(self.pinner.order.weight_version, self.pinner.proof())
+        await recorder.record(answers, weights, self._timings)
 
     async def _answers(self) -> list[Answered]:
-        began = time.monotonic()
+        began = self.parts.clock()
         try:
             answers = await self._generation.run()
         except* Spoiled as group:
             _raise_fault(group)
-        self._timings["generate_s"] = time.monotonic() - began
+        self._timings["generate_s"] = self.parts.clock() - began
         return answers
 
     async def _advance(self, state: PointState) -> None:
-        if not await self.parts.ledger(self.parts.moves.advance, self.point.id, state):
+        if not await self.parts.ledger.patiently(self.parts.moves.advance, self.point.id, state):
             raise Overtaken
-
-    async def _record(self, answers: Sequence[Answered]) -> None:
-        began = time.monotonic()
-        samples = await self._scored(answers)
-        found = await asyncio.to_thread(aggregate, self.suite, samples)
-        path = samples_file(self.point.root, self.point.run, self.point.step, self.point.suite, self.point.id)
-        await asyncio.to_thread(_write, path, samples)
-        self._timings["score_s"] = time.monotonic() - began
-        if found.error_rate > self.suite.max_error_rate:
-            errors = [sample.error for sample in samples if sample.error]
-            detail = f"{found.error_rate:.1%} of the samples errored, such as: {errors[0]}"
-            raise LaneEnd(PointState.FAILED, Reason.ERROR_RATE, detail)
-        result = Result(
-            metrics=found.metrics,
-            score=found.score,
-            stderr=found.stderr,
-            samples_path=str(path),
-            weight_version=self.pinner.order.weight_version,
-            pin_proof=self.pinner.proof(),
-            engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
-            timings=dict(self._timings),
-        )
-        await self.parts.ledger(self.parts.moves.finish, self.point.id, result)
-
-    async def _scored(self, answers: Sequence[Answered]) -> list[SampleView]:
-        given = [answer for answer in answers if answer.generated is not None]
-        scores = await self.parts.scorers.score(
-            self.suite.scorer,
-            [answer.generated.output for answer in given if answer.generated],
-            [answer.prompt.answer for answer in given],
-        )
-        by_index = {answer.prompt.index: score for answer, score in zip(given, scores, strict=True)}
-        version = self.pinner.order.weight_version
-        return [_sample_view(answer, by_index.get(answer.prompt.index), version) for answer in answers]
-
-
-def _write(path: Path, samples: Sequence[SampleView]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_samples(path, samples)
 
 
 def _raise_fault(group: ExceptionGroup[Spoiled]) -> NoReturn:
     raise LaneFault("generation", str(group.exceptions[0])) from group
-
-
-def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> SampleView:
-    generated = answer.generated
-    return SampleView(
-        index=answer.prompt.index,
-        dataset=answer.prompt.dataset,
-        prompt=answer.prompt.text,
-        answer=answer.prompt.answer,
-        output=generated.output if generated else "",
-        score=score.value if score else None,
-        error=answer.error or (score.error if score else None),
-        finish_reason=generated.finish_reason if generated else None,
-        prompt_tokens=generated.prompt_tokens if generated else 0,
-        output_tokens=generated.output_tokens if generated else 0,
-        engine=answer.engine,
-        weight_version=generated.weight_version if generated else weight_version,
-        latency_s=answer.latency_s,
-    )

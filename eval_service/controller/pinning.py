@@ -1,18 +1,22 @@
 """Bringing one engine to a lane's weights: two tries, then a restart and its last good snapshot, then a verdict.
 
-The verdict says who is at fault. An engine that can't load what it held before is; a snapshot that fails again on an
-engine that just loaded its last good one is, unless another engine of the lane has proven it.
+The verdict says who is at fault. An engine that can't load what was loaded before is. A snapshot that fails again on an
+engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds.
+The lane decides, since it knows what other engines made of the snapshot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from eval_service.contract.states import PinProof
-from eval_service.controller.fleet import Fleet
+from eval_service.controller.db import DaemonThreads
+from eval_service.controller.fleet import Fleet, Good
 from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2
@@ -24,7 +28,8 @@ class Verdict(StrEnum):
 
     PROVEN = "proven"
     ENGINE = "engine"  # the engine is at fault, or gone; it was quarantined if it still answers
-    SNAPSHOT = "snapshot"  # the snapshot is at fault
+    SNAPSHOT = "snapshot"  # the engine loads a good snapshot and not this one
+    SUSPECT = "suspect"  # the engine does not load this one, and there is no good one to try
     NOT_VISIBLE = "not_visible"  # its files did not reach the engine's node in time
     FENCED = "fenced"  # another controller acts
 
@@ -40,23 +45,27 @@ class Outcome:
 
 @dataclass(slots=True)
 class Pinner:
-    """Pins the engines of one lane and keeps their evidence, which must agree exactly."""
+    """Pins the engines of one lane and keeps their evidence, which must agree exactly.
+
+    `troubled` are engines whose first try failed: they may be long in coming.
+    """
 
     fleet: Fleet
     order: PinOrder
     restart_timeout_s: float
+    on_trouble: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("pins"))
     evidence: dict[str, PinEvidence] = field(default_factory=dict)
+    troubled: set[str] = field(default_factory=set)
+    seconds: float | None = None  # of the last pin that was proven
 
     async def pin(self, engine_id: str) -> Outcome:
         """Pin one engine, through every try that DESIGN allows it."""
-        last = CommandResult("", ok=False, error=PinError.DIED, detail="the engine did not serve")
-        for _ in range(TRIES):
-            if not await self.fleet.wait_ready(engine_id, self.restart_timeout_s):
-                return Outcome(Verdict.ENGINE, detail=last.detail or "the engine did not serve")
-            last = await self._try(engine_id, self.order)
-            if (outcome := self._conclusive(last)) is not None:
-                return outcome
-        return await self._restart_and_judge(engine_id, last)
+        try:
+            return await self._pin(engine_id)
+        finally:
+            self.troubled.discard(engine_id)
 
     def proof(self) -> PinProof:
         """How the lane's weights are proven, over all engines that joined it."""
@@ -67,37 +76,48 @@ class Pinner:
             return PinProof.CHECKSUM
         return PinProof.AGREEMENT if len(seen) > 1 else PinProof.UNPROVEN
 
+    async def _pin(self, engine_id: str) -> Outcome:
+        last = CommandResult("", ok=False, error=PinError.DIED, detail="the engine did not serve")
+        for _ in range(TRIES):
+            if not await self.fleet.wait_ready(engine_id, self.restart_timeout_s):
+                return Outcome(Verdict.ENGINE, detail=last.detail or "the engine did not serve")
+            last = await self._try(engine_id, self.order)
+            if (outcome := self._conclusive(last)) is not None:
+                return outcome
+            self.troubled.add(engine_id)
+            self.on_trouble()
+        return await self._restart_and_judge(engine_id, last)
+
     async def _try(self, engine_id: str, order: PinOrder) -> CommandResult:
-        engine = self.fleet.engines[engine_id]
+        if engine_id not in self.fleet.engines:
+            return CommandResult("", ok=False, error=PinError.DIED, detail="the engine is gone")
+        began = self.clock()
         future = self.fleet.send(engine_id, CommandKind.PIN, order)
         try:
             result = await asyncio.wait_for(future, order.timeout_s + order.visibility_timeout_s + _MARGIN_S)
         except TimeoutError:
-            engine.pending.pop(next(iter(engine.pending), ""), None)
             return CommandResult("", ok=False, error=PinError.TIMEOUT, detail="the engine did not answer in time")
         if result.ok and order is self.order:
             result = self._compared(engine_id, result)
-        engine.pinned = order if result.ok else None
-        if result.ok:
-            engine.last_good = order
+            self.seconds = self.clock() - began
         return result
 
     def _compared(self, engine_id: str, result: CommandResult) -> CommandResult:
         """The engines of a lane must agree exactly; the first one sets what the others are held to."""
         assert result.evidence is not None
         for other, evidence in self.evidence.items():
-            if evidence.fingerprint_kind == result.evidence.fingerprint_kind and (
-                evidence.fingerprint != result.evidence.fingerprint
-            ):
+            if not _agree(evidence, result.evidence):
+                self.fleet.engines[engine_id].pinned = None
                 detail = f"its fingerprint differs from that of {other}"
                 return CommandResult(result.id, ok=False, error=PinError.CANARY, detail=detail)
         self.evidence[engine_id] = result.evidence
+        self.fleet.prove(engine_id, Good(self.order, result.evidence))
         return result
 
     def _conclusive(self, result: CommandResult) -> Outcome | None:
         if result.ok:
             return Outcome(Verdict.PROVEN, result.evidence)
-        detail = f"{result.error}: {result.detail}"
+        detail = _told(result)
         if result.error is PinError.STALE_EPOCH:
             return Outcome(Verdict.FENCED, detail=detail)
         if result.error is PinError.NOT_VISIBLE:
@@ -105,31 +125,59 @@ class Pinner:
         return None
 
     async def _restart_and_judge(self, engine_id: str, last: CommandResult) -> Outcome:
-        detail = f"{last.error}: {last.detail}"
-        good = self.fleet.engines[engine_id].last_good if engine_id in self.fleet.engines else None
-        if not await self._restarted(engine_id) or not await self._holds(engine_id, good):
-            self.fleet.quarantine(engine_id, f"after a failed pin: {detail}")
-            return Outcome(Verdict.ENGINE, detail=detail)
+        good = await self._good(engine_id)
+        if (failed := await self._restarted(engine_id)) is not None:
+            return self._engines_fault(engine_id, f"{failed}, after a failed pin: {_told(last)}")
+        if good is not None and not await self._holds(engine_id, good):
+            why = "it does not load a good snapshot any more"
+            return self._engines_fault(engine_id, f"{why}, after a failed pin: {_told(last)}")
         again = await self._try(engine_id, self.order)
         if (outcome := self._conclusive(again)) is not None:
             return outcome
-        if self.evidence:
-            self.fleet.quarantine(engine_id, f"it can't load what others did: {again.error}: {again.detail}")
-            return Outcome(Verdict.ENGINE, detail=f"{again.error}: {again.detail}")
-        return Outcome(Verdict.SNAPSHOT, detail=f"{again.error}: {again.detail}")
+        return Outcome(Verdict.SUSPECT if good is None else Verdict.SNAPSHOT, detail=_told(again))
 
-    async def _restarted(self, engine_id: str) -> bool:
-        if engine_id not in self.fleet.engines or self.fleet.engines[engine_id].lost:
-            return False
+    def _engines_fault(self, engine_id: str, why: str) -> Outcome:
+        self.fleet.quarantine(engine_id, why)
+        return Outcome(Verdict.ENGINE, detail=why)
+
+    async def _restarted(self, engine_id: str) -> str | None:
+        """Start its server anew; what went wrong, None where nothing did. One that can't be has to do as it is."""
+        engine = self.fleet.engines.get(engine_id)
+        if engine is None or engine.lost:
+            return "it was lost"
         future = self.fleet.send(engine_id, CommandKind.RESTART)
         try:
-            result = await asyncio.wait_for(future, self.restart_timeout_s)
+            result = await asyncio.wait_for(future, 2 * self.restart_timeout_s + _MARGIN_S)
         except TimeoutError:
-            return False
-        return result.ok and await self.fleet.wait_ready(engine_id, self.restart_timeout_s)
+            return "it did not come back from a restart in time"
+        if not result.ok and result.error is not PinError.REFUSED:
+            return f"its restart failed ({result.detail})"
+        if not await self.fleet.wait_ready(engine_id, self.restart_timeout_s):
+            return "it did not serve after a restart"
+        return None
 
-    async def _holds(self, engine_id: str, good: PinOrder | None) -> bool:
-        """Whether it loads its last good snapshot; where that is gone, that it serves its boot model has to do."""
-        if good is None or not Path(good.snapshot).is_dir():
-            return True
-        return (await self._try(engine_id, good)).ok
+    async def _good(self, engine_id: str) -> Good | None:
+        """What the engine held last, else what any engine did, of other weights than these; None: nothing is left."""
+        engine = self.fleet.engines.get(engine_id)
+        for good in (engine.last_good if engine else None, self.fleet.last_good):
+            if good is not None and await self.threads.run(Path(good.order.snapshot).is_dir):
+                return good
+        return None
+
+    async def _holds(self, engine_id: str, good: Good) -> bool:
+        """Whether it loads a good snapshot, and is then as it was found to be."""
+        result = await self._try(engine_id, good.order)
+        if not result.ok or result.evidence is None:
+            return False
+        engine = self.fleet.engines.get(engine_id)
+        own = engine is not None and engine.last_good is good
+        return not own or _agree(good.evidence, result.evidence)  # others' hardware may count otherwise
+
+
+def _agree(one: PinEvidence, other: PinEvidence) -> bool:
+    """Whether two engines hold the same, as far as that can be compared."""
+    return one.fingerprint_kind != other.fingerprint_kind or one.fingerprint == other.fingerprint
+
+
+def _told(result: CommandResult) -> str:
+    return f"{result.error}: {result.detail}"

@@ -1,21 +1,33 @@
-"""Which free engine goes to which point: a pure function, so that its promises can be tested without a fleet."""
+"""Which free engine goes to which point: a pure function, so that its promises can be tested without a fleet.
+
+Order: points that have waited too long; then priority; then fair share (the run with the fewest engines, of those the
+one that got one longest ago); then, within a run, forced points and step order. A running lane that has use for one
+more engine stands in the same order as a queued point. One engine is given at a time, so that every gift counts for
+the next.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eval_service.ledger.moves import Runnable
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLoad:
-    """A running lane as the scheduler sees it."""
+class Claim:
+    """A point that has use for engines.
+
+    `engines` are those leased to it already, `wants` how many more its unsent work is worth. `refused` are engines that
+    it can't have (they failed its pin). `waited_s` counts while it has no engine.
+    """
 
     point: Runnable
-    engines: int  # leased to it, pinning ones included
-    room: int  # further engines that its unsent work is worth
+    wants: int
+    engines: int = 0
+    refused: frozenset[str] = frozenset()
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +38,61 @@ class Lease:
     point: str
 
 
-def plan(
-    queued: Sequence[Runnable],
-    lanes: Sequence[LaneLoad],
-    free: Sequence[str],
-    workload: Mapping[str, int],
-) -> list[Lease]:
-    """Lease the free engines: running lanes first, then queued points by priority, fair share, force and step.
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What runs have and had: engines now, and the sequence number of the last lease."""
+
+    held: Mapping[str, int]
+    served: Mapping[str, int]
+
+
+def plan(claims: Sequence[Claim], free: Sequence[str], shares: Shares, *, patience_s: float) -> list[Lease]:
+    """Lease the free engines.
 
     Args:
-        queued: points that may start.
-        lanes: points that run.
+        claims: one a point, queued or running.
         free: ids of engines nobody has.
-        workload: how many engines each queued point's work is worth (by suite name).
+        shares: of every run; one that is not in it has and had nothing.
+        patience_s: a point without an engine for so long goes first, a forced one after half of it.
     """
+    held, served = dict(shares.held), dict(shares.served)
+    newest = max(served.values(), default=0)
+    open_claims = {claim.point.id: claim for claim in claims if claim.wants > 0}
     left = list(free)
     leases: list[Lease] = []
-    held: dict[str, int] = {}
-    for lane in lanes:
-        held[lane.point.run] = held.get(lane.point.run, 0) + lane.engines
-    for lane in lanes:
-        take = min(lane.room, _quota_left(lane.point, held), len(left))
-        leases += _take(lane.point, take, left, held)
-    waiting = list(queued)
-    while left and waiting:
-        point = min(waiting, key=lambda point: _order(point, held))
-        waiting.remove(point)
-        take = min(max(1, workload.get(point.suite, 1)), _quota_left(point, held), len(left))
-        leases += _take(point, take, left, held)
+    while left:
+        able = [claim for claim in open_claims.values() if _quota_left(claim, held) and _choice(claim, left)]
+        if not able:
+            break
+        claim = min(able, key=lambda claim: _order(claim, held, served, patience_s))
+        engine = _choice(claim, left)
+        assert engine is not None
+        left.remove(engine)
+        leases.append(Lease(engine, claim.point.id))
+        newest += 1
+        held[claim.point.run] = held.get(claim.point.run, 0) + 1
+        served[claim.point.run] = newest
+        open_claims[claim.point.id] = replace(claim, wants=claim.wants - 1, engines=claim.engines + 1)
+        if claim.wants == 1:
+            del open_claims[claim.point.id]
     return leases
 
 
-def _order(point: Runnable, held: Mapping[str, int]) -> tuple[int, int, bool, int, int]:
-    return (-point.priority, held.get(point.run, 0), not point.force, point.step, point.seq)
+def _choice(claim: Claim, left: Sequence[str]) -> str | None:
+    return next((engine for engine in left if engine not in claim.refused), None)
 
 
-def _quota_left(point: Runnable, held: Mapping[str, int]) -> int:
-    if point.max_engines is None:
-        return sys.maxsize
-    return max(0, point.max_engines - held.get(point.run, 0))
+def _order(
+    claim: Claim, held: Mapping[str, int], served: Mapping[str, int], patience_s: float
+) -> tuple[float | bool, ...]:
+    point = claim.point
+    patience_s = patience_s / 2 if point.force else patience_s
+    if not claim.engines and claim.waited_s >= patience_s:
+        return (0, not point.force, -claim.waited_s, point.seq)
+    share = (held.get(point.run, 0), served.get(point.run, -1))
+    return (1, -point.priority, *share, not point.force, point.step, point.seq)
 
 
-def _take(point: Runnable, count: int, left: list[str], held: dict[str, int]) -> list[Lease]:
-    held[point.run] = held.get(point.run, 0) + count
-    return [Lease(left.pop(0), point.id) for _ in range(count)]
+def _quota_left(claim: Claim, held: Mapping[str, int]) -> int:
+    quota = sys.maxsize if claim.point.max_engines is None else claim.point.max_engines
+    return max(0, quota - held.get(claim.point.run, 0))

@@ -30,6 +30,7 @@ from eval_service.engine.protocol import PinError, PinEvidence, PinOrder
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}
 _LOOSEST = "bfloat16"
 _LOOK_S = 0.1
+_Seen = dict[tuple[int, ...], list[float]]  # log-probs of sequences, as the engine gave them since it loaded
 
 
 class PinApi(Protocol):
@@ -104,7 +105,7 @@ class Pinner:
         Raises:
             EngineError: the engine can't answer.
         """
-        self.held = Held(tensor_digest, await self._fingerprint(self._clock.monotonic() + timeout_s))
+        self.held = Held(tensor_digest, await self._fingerprint(self._clock.monotonic() + timeout_s, {}))
 
     async def pin(self, order: PinOrder) -> PinEvidence:
         """Load `order.snapshot` and prove it.
@@ -145,18 +146,19 @@ class Pinner:
 
     async def _verify(self, order: PinOrder, deadline: float) -> tuple[str, float | None]:
         digest = order.manifest.tensor_digest
-        fingerprint = await self._fingerprint(deadline)
+        seen: _Seen = {}
+        fingerprint = await self._fingerprint(deadline, seen)
         before = self.held
         if before and before.fingerprint == fingerprint and before.tensor_digest not in (None, digest):
             raise PinFailed(PinError.UNCHANGED, f"tensors {digest[:8]} were asked for; it still holds the last ones")
         self.held = Held(digest, fingerprint)
         canary = order.manifest.canary
-        return fingerprint, await self._canary_diff(canary, deadline) if canary else None
+        return fingerprint, await self._canary_diff(canary, deadline, seen) if canary else None
 
-    async def _canary_diff(self, canary: Canary, deadline: float) -> float:
+    async def _canary_diff(self, canary: Canary, deadline: float, known: _Seen) -> float:
         self._check_range(canary.token_ids)
         tolerance = max(_tolerance(canary.dtype), _tolerance(self._facts.dtype))
-        seen = [await self._api.input_logprobs(row, timeout_s=self._left(deadline)) for row in canary.token_ids]
+        seen = [await self._logprobs(row, deadline, known) for row in canary.token_ids]
         diff = mean_abs_diff(canary.logprobs, seen)
         if not diff <= tolerance:
             raise PinFailed(
@@ -173,12 +175,19 @@ class Pinner:
                 PinError.CANARY, f"canary token ids reach from {lowest} to {worst}; vocabulary {self._facts.vocab_size}"
             )
 
-    async def _fingerprint(self, deadline: float) -> str:
+    async def _fingerprint(self, deadline: float, seen: _Seen) -> str:
         if self._facts.checksums:
             return await self._api.weights_checksum(timeout_s=self._left(deadline))
         # A row at a time: in a batch the numbers could depend on how the scheduler cut it.
         rows = canary_token_ids(self._facts.vocab_size)
-        return hash_logprobs([await self._api.input_logprobs(row, timeout_s=self._left(deadline)) for row in rows])
+        return hash_logprobs([await self._logprobs(row, deadline, seen) for row in rows])
+
+    async def _logprobs(self, row: Sequence[int], deadline: float, seen: _Seen) -> list[float]:
+        """Ask once: the trainer's canary is of the same rows as the fingerprint, unless it was made otherwise."""
+        key = tuple(row)
+        if key not in seen:
+            seen[key] = await self._api.input_logprobs(row, timeout_s=self._left(deadline))
+        return seen[key]
 
     def _left(self, deadline: float) -> float:
         left = deadline - self._clock.monotonic()

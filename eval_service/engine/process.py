@@ -43,7 +43,7 @@ class ServerProcess:
         self.exited = asyncio.Event()
         self.exit_code: int | None = None
         self.server_pid: int | None = None
-        self.supervisor_pid = program.pid
+        self.supervisor_pid: int | None = program.pid
         self._supervisor = program
         self._scratch = scratch
         self._started = asyncio.Event()

@@ -2,7 +2,9 @@
 
 The replica polls: each `EngineReport` is answered at once with a command where there is one, else after `POLL_S`. A
 command carries the epoch of the controller that gave it; a replica refuses one lower than the highest it has seen.
-Commands run one at a time; the result of a finished one travels in each report until a poll has delivered it.
+Commands run one at a time; the result of a finished one travels in each report until a poll has delivered it. A
+command is given again in each answer until a report says that it was taken, and runs once; so nothing that is lost on
+either way of a poll matters.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class CommandKind(StrEnum):
 
     PIN = "pin"  # prepare, quiesce, load, read back, verify
     RESTART = "restart"  # end the server and start it again on its boot model
-    LEAVE = "leave"  # take no more work; the replica is about to end
+    LEAVE = "leave"  # there is no more work for it: a replica that wants to end may
 
 
 class PinError(StrEnum):
@@ -91,7 +93,8 @@ class CommandResult:
 class EngineReport:
     """What a replica tells of itself in each poll.
 
-    A new `nonce` means that the server was started anew: whatever was pinned is gone.
+    A new `nonce` means that the server was started anew: whatever was pinned is gone. `number` grows with each report,
+    so that one that was overtaken on its way is known for what it is.
     """
 
     engine: str
@@ -109,6 +112,8 @@ class EngineReport:
     context_length: int | None = None
     weight_version: str | None = None
     restarts: int = 0
+    number: int = 0
+    taken: tuple[str, ...] = ()  # ids of commands that wait or run
     results: tuple[CommandResult, ...] = ()
 
 

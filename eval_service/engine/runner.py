@@ -35,6 +35,7 @@ from eval_service.engine.protocol import (
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
 
+Boot = Callable[[GroupConfig, BootOptions, Clock], Awaitable[Server]]
 _log = logging.getLogger(__name__)
 _MAX_BOOT_FAILURES = 2
 _MAX_BACKOFF_S = 2.0
@@ -59,6 +60,7 @@ class EngineRunner:
         group_name: the group that it belongs to.
         node: where it runs, as the controller should show it.
         link: how the controller is reached; whatever it raises, serving goes on.
+        boot: starts a server; tests start one in their own process.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class EngineRunner:
         link: ControllerLink,
         times: RunnerTimes | None = None,
         clock: Clock | None = None,
+        boot: Boot = boot_server,
     ) -> None:
+        self._boot = boot
         self.engine_id = engine_id
         self._group_name = group_name
         self._group = group
@@ -92,10 +96,13 @@ class EngineRunner:
         self._restart = asyncio.Event()
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._seen: set[str] = set()
+        self._taken: dict[str, None] = {}
         self._results: dict[str, CommandResult] = {}
+        self._reports = 0
         self._epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
+        self._released = asyncio.Event()
 
     # --- for whoever holds the runner
 
@@ -112,6 +119,17 @@ class EngineRunner:
             await self._ended.wait()
         finally:
             await self._end_tasks()
+
+    def leave(self) -> None:
+        """Say that it is about to end: it is given nothing more, and serving goes on until `stop`."""
+        self._leaving = True
+        self._changed.set()
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Leave, and wait until the controller has nothing more for it, or the time is up."""
+        self.leave()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._released.wait(), timeout_s)
 
     async def stop(self) -> None:
         """End the server's process group and the tasks; bounded, and harmless when repeated."""
@@ -134,6 +152,7 @@ class EngineRunner:
     def report(self) -> EngineReport:
         """What a poll tells."""
         server = self._server
+        self._reports += 1
         return EngineReport(
             engine=self.engine_id,
             group=self._group_name,
@@ -150,6 +169,8 @@ class EngineRunner:
             context_length=server.model.context_length if server else None,
             weight_version=server.weight_version if server else None,
             restarts=self._restarts,
+            number=self._reports,
+            taken=tuple(self._taken),
             results=tuple(self._results.values()),
         )
 
@@ -159,7 +180,7 @@ class EngineRunner:
         failures = 0
         while True:
             try:
-                server = await boot_server(self._group, self._options, self._clock)
+                server = await self._boot(self._group, self._options, self._clock)
             except ConfigError as exc:
                 raise EngineFatal(str(exc)) from exc
             except (BootFailed, OSError) as exc:
@@ -178,11 +199,11 @@ class EngineRunner:
                 why = await self._watch(server)
                 _log.warning("engine %s: %s", self.engine_id, why)
                 self._restarts += 1
+                self._become(EngineState.RESTARTING, why)
             finally:
                 self._up.clear()
                 self._server = None
                 await server.stop()
-            self._become(EngineState.RESTARTING, why)
 
     async def _watch(self, server: Server) -> str:
         """Return, with the reason, once the server has to be started anew."""
@@ -193,12 +214,12 @@ class EngineRunner:
             await asyncio.wait((health, exited, restart), return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 return f"the server ended with {server.process.exit_code}"
-            return "a restart was asked for" if restart.done() else f"no progress for {self._times.hung_s:g} s"
+            return "a restart was asked for" if restart.done() else health.result()
         finally:
             for task in (health, exited, restart):
                 task.cancel()
 
-    async def _health(self, server: Server) -> None:
+    async def _health(self, server: Server) -> str:
         """Return once the server has made no progress for `hung_s`. A command in progress is not looked into."""
         well = self._clock.monotonic()
         while self._clock.monotonic() - well < self._times.hung_s:
@@ -210,6 +231,18 @@ class EngineRunner:
             with contextlib.suppress(EngineError):
                 await server.api.health(timeout_s=self._times.hung_s)
                 well = self._clock.monotonic()
+                if await self._holds_another(server):
+                    return "somebody else loaded other weights, or started it anew"
+        return f"no progress for {self._times.hung_s:g} s"
+
+    async def _holds_another(self, server: Server) -> bool:
+        """Whether an engine that is not ours tells another label than the one that was pinned here."""
+        wanted = server.weight_version
+        if server.ours or wanted is None:
+            return False
+        info = await server.api.model_info(timeout_s=self._times.hung_s)
+        unchanged = server.weight_version == wanted and self._state is not EngineState.PINNING
+        return unchanged and info.get("weight_version") != wanted
 
     # --- the controller
 
@@ -258,6 +291,7 @@ class EngineRunner:
             self._finish(_refused(command, PinError.STALE_EPOCH, f"epoch {command.epoch}; {self._epoch} was seen"))
             return
         self._epoch = command.epoch
+        self._taken[command.id] = None
         self._commands.put_nowait(command)
 
     # --- commands
@@ -273,7 +307,8 @@ class EngineRunner:
 
     async def _run_command(self, command: Command) -> CommandResult:
         if command.kind is CommandKind.LEAVE:
-            self._leaving = True
+            self.leave()
+            self._released.set()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
@@ -318,6 +353,8 @@ class EngineRunner:
 
     async def _run_restart(self, command: Command) -> CommandResult:
         before = self._server
+        if before is not None and not before.ours:
+            return _refused(command, PinError.REFUSED, "the engine is not ours to start anew")
         self._restart.set()
         try:
             await asyncio.wait_for(self._new_server(before), 2 * self._group.start_timeout_s)
@@ -335,6 +372,7 @@ class EngineRunner:
     # --- inside
 
     def _finish(self, result: CommandResult) -> None:
+        self._taken.pop(result.id, None)
         self._results[result.id] = result
         self._changed.set()
 

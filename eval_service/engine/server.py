@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import tensors_digest
@@ -46,18 +46,31 @@ class BootOptions:
     advertise: str | None = None  # the host in the URL that others are told; None: `host`
 
 
+class Process(Protocol):
+    """What is told of a server's process, and how it is ended (ServerProcess)."""
+
+    exited: asyncio.Event
+    exit_code: int | None
+    server_pid: int | None
+    supervisor_pid: int | None
+
+    def ready(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Server:
-    """A server that is up."""
+    """A server that is up; one that is not `ours` is never started or ended."""
 
     nonce: str
     url: str
     keys: Keys = field(repr=False)
-    process: ServerProcess
+    process: Process
     api: SglangApi
     pinner: Pinner
     model: ModelFacts
     weight_version: str | None = None
+    ours: bool = True
 
     async def stop(self) -> None:
         """End the process group and close the connections."""

@@ -236,6 +236,12 @@ class Moves:
         with self._db.reading() as connection:
             return list(connection.execute(query).scalars())
 
+    def strays(self, lanes: Collection[str]) -> list[str]:
+        """Live points that have no lane: its end could not be written, or its begin did not come through."""
+        query = select(points.c.id).where(points.c.state.in_(LIVE_STATES), points.c.id.not_in(lanes))
+        with self._db.reading() as connection:
+            return list(connection.execute(query).scalars())
+
     def overdue(self, point_timeout_s: float) -> list[str]:
         """Points that have been queued or tried for longer than a point may take; a pause of their run stops time."""
         waiting = points.c.state.in_((PointState.QUEUED.value, *LIVE_STATES))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from fastapi import FastAPI
@@ -17,9 +20,11 @@ from ray.serve.handle import DeploymentHandle
 
 from eval_service.contract.errors import Unavailable
 from eval_service.controller.core import Controller, Parts
+from eval_service.engine.attached import Attachment
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
+from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.services import Services
 from eval_service.ledger.database import Database
@@ -109,6 +114,7 @@ class EngineDeployment:
     def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
+        self._handover_s = settings.fleet.service.handover_s
         host = ray.util.get_node_ip_address()
         self._runner = EngineRunner(
             f"{group}-{tag}",
@@ -127,36 +133,83 @@ class EngineDeployment:
         await self._runner.check_health()
 
     async def __del__(self) -> None:
+        await self._runner.hand_over(self._handover_s)
         await self._runner.stop()
+
+
+class AttachedDeployment:
+    """Engines that are somebody else's: one runner for each URL, all in one replica."""
+
+    def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
+        tag = serve.get_replica_context().replica_id.unique_id
+        config = settings.fleet.groups[group]
+        self._handover_s = settings.fleet.service.handover_s
+        self._runners = [
+            EngineRunner(
+                f"{group}-{tag}-{number}",
+                group,
+                config,
+                node=urlsplit(url).hostname or url,
+                options=BootOptions(log=Path(os.devnull)),
+                link=ServeLink(controller),
+                boot=Attachment(url),
+            )
+            for number, url in enumerate(config.urls)
+        ]
+        loop = asyncio.get_running_loop()
+        self._running = [loop.create_task(runner.run()) for runner in self._runners]
+
+    async def check_health(self) -> None:
+        """Raises when one of them can't be attached as configured."""
+        for runner in self._runners:
+            await runner.check_health()
+
+    async def __del__(self) -> None:
+        await asyncio.gather(*(runner.hand_over(self._handover_s) for runner in self._runners))
+        await asyncio.gather(*(runner.stop() for runner in self._runners))
+
+
+class PlaceholderDeployment:
+    """Holds the GPUs that Serve gives it, and starts nothing."""
 
 
 def build(settings: Settings) -> Any:
     """Bind the deployments into one application; the gateway is its ingress."""
     controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=10.0).bind(settings)
     groups = [
-        _deployment(
-            EngineDeployment,
-            f"engines-{name}",
-            num_replicas=group.bounds[0],
-            num_gpus=group.num_gpus_per_engine if group.grade == "sglang" else 0,
-            graceful_shutdown_timeout_s=20.0,
-        ).bind(settings, name, controller)
+        found
         for name, group in settings.fleet.groups.items()
-        if group.kind in ("pinned", "frozen") and group.bounds[1] > 0
+        if (found := _group(settings, name, group, controller)) is not None
     ]
     gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
     return gateway.bind(settings, controller, groups)
 
 
-def _deployment(
-    part: type, name: str, *, num_replicas: int = 1, num_gpus: int = 0, graceful_shutdown_timeout_s: float
-) -> Any:
+def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:
+    """A group's deployment; None where it can have no engines."""
+    least, most = group.bounds
+    if group.kind == "attached":
+        part = _deployment(AttachedDeployment, f"engines-{name}", graceful_shutdown_timeout_s=20.0)
+        return part.bind(settings, name, controller)
+    if most == 0:
+        return None
+    gpus = group.num_gpus_per_engine
+    if group.kind == "placeholder":
+        name = f"placeholder-{name}"
+        part = _deployment(PlaceholderDeployment, name, replicas=least, gpus=gpus, graceful_shutdown_timeout_s=2.0)
+        return part.bind()
+    gpus = gpus if group.grade == "sglang" else 0
+    part = _deployment(EngineDeployment, f"engines-{name}", replicas=least, gpus=gpus, graceful_shutdown_timeout_s=20.0)
+    return part.bind(settings, name, controller)
+
+
+def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, graceful_shutdown_timeout_s: float) -> Any:
     return serve.deployment(part).options(
         name=name,
-        num_replicas=num_replicas,
+        num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         **_QUICK,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval_service.contract.errors import ConfigError
+from eval_service.engine.attached import keys_of
 from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.database import Database
@@ -54,5 +55,7 @@ def check(settings: Settings) -> None:
     for name, group in settings.fleet.groups.items():
         if group.model is not None and not (group.model / "config.json").is_file():
             raise ConfigError(f"{group.model} is no HF model directory", field=f"groups.{name}.model")
+        if group.kind == "attached":
+            keys_of(group)
     lock_of(settings.ledger)
     Database(settings.ledger).close()

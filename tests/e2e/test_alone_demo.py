@@ -71,7 +71,7 @@ def test_the_demo_shows_a_model_that_learns_while_it_is_evaluated_and_loses_noth
     assert report == json.loads((out / "report.json").read_text())
     assert [point["step"] for point in report["points"]] == list(SHORT.steps)
     assert report["kill"]["samples_from_others"] > 0
-    assert len(report["snapshots_kept"]) == SHORT.keep
+    assert SHORT.keep <= len(report["snapshots_kept"]) <= SHORT.keep + 1  # the best stays beside the last ones
     assert (out / "curve.png").stat().st_size > 0
     assert "<svg" in (out / "curve.html").read_text()
     assert list(living(nonce)) == []

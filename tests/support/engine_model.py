@@ -13,7 +13,7 @@ import numpy as np
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.manifest import Canary, Manifest
 from eval_service.contract.safetensors_io import TensorData, write_safetensors
-from eval_service.contract.snapshot import describe_directory
+from eval_service.contract.snapshot import SnapshotWriter, describe_directory
 from eval_service.engine.fake import fake_canary
 
 VOCAB_SIZE = 128
@@ -65,17 +65,20 @@ def make_model(
 ) -> TinyModel:
     """Write a model with random weights; `without` names tensors that are left out."""
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(_CONFIG))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    (path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"})
-    )
+    for name, data in _texts().items():
+        (path / name).write_bytes(data)
     if answers is not None:
         (path / "fake_answers.json").write_text(json.dumps(answers))
     tensors = [tensor for tensor in _tensors(seed) if tensor.name not in without]
     write_safetensors(path / "model.safetensors", tensors)
     return TinyModel(path, describe_directory(path, run="run", step=step))
+
+
+def write_model(writer: SnapshotWriter, *, seed: int, without: Sequence[str] = ()) -> None:
+    """Write such a model into a snapshot that is being exported."""
+    writer.add_weights("model.safetensors", [tensor for tensor in _tensors(seed) if tensor.name not in without])
+    for name, data in _texts().items():
+        writer.add_bytes(name, data)
 
 
 def reference_canary(path: Path) -> Canary:
@@ -90,6 +93,20 @@ def reference_canary(path: Path) -> Canary:
     logprobs = torch.log_softmax(logits[:, :-1], dim=-1)
     wanted = logprobs.gather(-1, torch.tensor(rows)[:, 1:, None]).squeeze(-1)
     return Canary(dtype="float32", token_ids=rows, logprobs=tuple(tuple(row) for row in wanted.tolist()))
+
+
+def _texts() -> dict[str, bytes]:
+    files = {
+        "config.json": _CONFIG,
+        "generation_config.json": {"eos_token_id": 1},
+        "tokenizer.json": _tokenizer(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<eos>",
+            "unk_token": "<unk>",
+        },
+    }
+    return {name: json.dumps(content).encode() for name, content in files.items()}
 
 
 def _tensors(seed: int) -> list[TensorData]:

@@ -1,6 +1,6 @@
-"""Everything that issue 4 wants to know of one GPU, in one run: prints one JSON object, and writes it to `--out`.
+"""What there is to know of the trainer and the service on one GPU, in one run: one JSON object, also in `--out`.
 
-    PYTHONPATH=OVERLAY:. python3 scripts/gpu/issue4.py --out DIR [--budget-s 525] [--tiny]
+    PYTHONPATH=OVERLAY:. python3 scripts/gpu/measure.py --out DIR [--budget-s 525] [--tiny]
 
 1. `export`: benchmarks/export.py, which leaves two snapshots, one training step apart.
 2. `run`: the service with one engine, and a supervised fine-tuning of a Qwen3-0.6B-shaped model on the same GPU, with
@@ -435,7 +435,7 @@ def versions() -> dict[str, Any]:
 
 
 def verdicts(result: dict[str, Any]) -> dict[str, Any]:
-    """What the issue asks for, and whether it was so."""
+    """What is to be reached, and whether it was."""
     run = result.get("run", {})
     points = {point["step"]: point for point in run.get("points", [])}
     last = points.get(max(points, default=0), {})
@@ -460,7 +460,7 @@ def free_port() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a directory for issue4.json and the logs' ends")
+    parser.add_argument("--out", type=Path, help="a directory for measured.json and the logs' ends")
     parser.add_argument("--work", type=Path, help="where everything is written; default: a new temporary directory")
     parser.add_argument("--budget-s", type=float, default=525.0)
     parser.add_argument("--only", default="export,run,pin", help="parts, by comma")
@@ -474,7 +474,7 @@ def main() -> int:
     text = json.dumps(result, indent=1)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "issue4.json").write_text(text)
+        (args.out / "measured.json").write_text(text)
     print(text)
     return 0 if not result["errors"] else 1
 
@@ -484,7 +484,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     clock, port = Clock(args.budget_s), free_port()
     plan = TINY if args.tiny else FULL
-    work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-issue4-"))
+    work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-measure-"))
     (work / "logs").mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "plan": plan, "errors": {}}
     parts: list[tuple[str, Callable[[], Any]]] = [
@@ -506,7 +506,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result.setdefault("seconds", {})[name] = time.monotonic() - began
         if args.out:  # what there is so far, should the machine be taken away
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "issue4.json").write_text(json.dumps(result, indent=1))
+            (args.out / "measured.json").write_text(json.dumps(result, indent=1))
     result["verdicts"] = verdicts(result)
     if args.work is None:
         shutil.rmtree(work, ignore_errors=True)
@@ -517,7 +517,7 @@ def build_inputs_apart(work: Path, port: int, tiny: bool, clock: Clock) -> dict[
     """In a process of its own: the GPU's memory is free again when it has ended."""
     code = (
         "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); "
-        "import importlib.util as u; s = u.spec_from_file_location('issue4', sys.argv[2]); m = u.module_from_spec(s); "
+        "import importlib.util as u; s = u.spec_from_file_location('measure', sys.argv[2]); m = u.module_from_spec(s); "
         "s.loader.exec_module(m); tiny = sys.argv[5] == '1'; w = Path(sys.argv[3]); "
         "f = m.build_inputs(w, m.TINY if tiny else m.FULL, int(sys.argv[4]), tiny); "
         "(w / 'inputs.json').write_text(json.dumps(f))"

@@ -1,0 +1,123 @@
+"""Scoring a point's samples and recording its result: the samples' file first, then one write to the ledger.
+
+Each attempt has a file of its own, so that one that was overtaken can't replace the result's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eval_service.contract.names import samples_file
+from eval_service.contract.states import PinProof, PointState, Reason
+from eval_service.contract.wire import SampleView
+from eval_service.controller.db import DaemonThreads, LedgerThread
+from eval_service.controller.generating import Answered
+from eval_service.controller.outcomes import LaneEnd
+from eval_service.ledger.database import Fenced
+from eval_service.ledger.moves import Moves, Result, Runnable
+from eval_service.suites.samples import write_samples
+from eval_service.suites.scoring import Score, ScorerPool
+from eval_service.suites.statistics import Aggregated, aggregate
+from eval_service.suites.suite import Suite
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the samples were made with, and how that is known."""
+
+    version: str
+    proof: PinProof
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Records one attempt at a point."""
+
+    point: Runnable
+    number: int
+    suite: Suite
+    moves: Moves
+    ledger: LedgerThread
+    scorers: ScorerPool
+    threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("samples"))
+
+    async def record(self, answers: Sequence[Answered], weights: Weights, timings: Mapping[str, float]) -> None:
+        """Score, write the samples, write the result.
+
+        Raises:
+            LaneEnd: too many samples errored.
+            ScorerPoolFailed, OSError: they can't be scored or written now.
+            Fenced: another controller acts.
+        """
+        began = time.monotonic()
+        samples = await self._scored(answers, weights.version)
+        found = await asyncio.to_thread(aggregate, self.suite, samples)
+        if found.error_rate > self.suite.max_error_rate:
+            errors = [sample.error for sample in samples if sample.error]
+            detail = f"{found.error_rate:.1%} of the samples errored, such as: {errors[0]}"
+            raise LaneEnd(PointState.FAILED, Reason.ERROR_RATE, detail)
+        point = self.point
+        path = samples_file(point.root, point.run, point.step, point.suite, f"{point.id}-{self.number}")
+        await self.threads.run(lambda: _write(path, samples))
+        spent = {**timings, "score_s": time.monotonic() - began}
+        try:
+            result = _result(found, weights, samples, path, spent)
+            recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
+        except Fenced:
+            await self.threads.run(lambda: path.unlink(missing_ok=True))
+            raise
+        if not recorded:
+            await self.threads.run(lambda: path.unlink(missing_ok=True))
+
+    async def _scored(self, answers: Sequence[Answered], version: str) -> list[SampleView]:
+        given = [(answer, answer.generated) for answer in answers if answer.generated is not None]
+        scores = await self.scorers.score(
+            self.suite.scorer,
+            [generated.output for _, generated in given],
+            [answer.prompt.answer for answer, _ in given],
+        )
+        by_index = {answer.prompt.index: score for (answer, _), score in zip(given, scores, strict=True)}
+        return [_sample_view(answer, by_index.get(answer.prompt.index), version) for answer in answers]
+
+
+def _result(
+    found: Aggregated, weights: Weights, samples: Sequence[SampleView], path: Path, timings: dict[str, float]
+) -> Result:
+    return Result(
+        metrics=found.metrics,
+        score=found.score,
+        stderr=found.stderr,
+        samples_path=str(path),
+        weight_version=weights.version,
+        pin_proof=weights.proof,
+        engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
+        timings=timings,
+    )
+
+
+def _write(path: Path, samples: Sequence[SampleView]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_samples(path, samples)
+
+
+def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> SampleView:
+    generated = answer.generated
+    return SampleView(
+        index=answer.prompt.index,
+        dataset=answer.prompt.dataset,
+        prompt=answer.prompt.text,
+        answer=answer.prompt.answer,
+        output=generated.output if generated else "",
+        score=score.value if score else None,
+        error=answer.error or (score.error if score else None),
+        finish_reason=generated.finish_reason if generated else None,
+        prompt_tokens=generated.prompt_tokens if generated else 0,
+        output_tokens=generated.output_tokens if generated else 0,
+        engine=answer.engine,
+        weight_version=generated.weight_version if generated else weight_version,
+        latency_s=answer.latency_s,
+    )

@@ -1,0 +1,106 @@
+"""A fake engine that is a server in the test's own process: it boots in milliseconds, and dies when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from eval_service.engine import fake
+from eval_service.engine.errors import BootFailed
+from eval_service.engine.grades import Keys, read_model_facts
+from eval_service.engine.pin import Clock, EngineFacts, Pinner
+from eval_service.engine.server import BootOptions, Server, boot_digest
+from eval_service.engine.sglang_api import SglangApi
+from eval_service.fleet_config import GroupConfig
+
+
+class Exited(Exception):
+    """The fake ended itself."""
+
+
+class _Os:
+    """What the fake has of `os`: to end its process is to end this server."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def _exit(self, code: int) -> None:
+        raise Exited(str(code))
+
+
+class InnerProcess:
+    """Stands where a ServerProcess does."""
+
+    def __init__(self, runner: web.AppRunner) -> None:
+        self.exited = asyncio.Event()
+        self.exit_code: int | None = None
+        self.server_pid: int | None = None
+        self.supervisor_pid: int | None = None
+        self._runner = runner
+        self._cleaning: asyncio.Task[None] | None = None
+
+    def ready(self) -> None:
+        """There is no supervisor to tell."""
+
+    def kill(self) -> None:
+        """Drop every connection and answer nothing more."""
+        if self._cleaning is None:
+            self._cleaning = asyncio.get_running_loop().create_task(self._clean())
+
+    async def stop(self) -> None:
+        """End it and wait for that."""
+        self.kill()
+        await self.exited.wait()
+
+    async def _clean(self) -> None:
+        for site in list(self._runner.sites):
+            await site.stop()
+        server = self._runner.server
+        for connection in list(server.connections) if server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+        self.exit_code = -9
+        self.exited.set()
+
+
+async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> Server:
+    """What `boot_server` does, without a process."""
+    setattr(fake, "os", _Os())  # noqa: B010 - a module is no place for mypy to know
+    keys = Keys.fresh()
+    assert group.model is not None
+    boot = {"model": str(group.model), "knobs": group.overrides, "api_key": keys.api, "admin_api_key": keys.admin}
+    engine = fake.FakeEngine(boot)
+    if engine.knobs.boot_fails:
+        raise BootFailed("a knob says that the boot fails")
+    await clock.sleep(engine.knobs.boot_s)
+    app = engine.app()
+    holder: list[InnerProcess] = []
+
+    @web.middleware
+    async def dies(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Exited:
+            holder[0].kill()
+            raise
+
+    app.middlewares.insert(0, dies)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, options.host, 0).start()
+    process = InnerProcess(runner)
+    holder.append(process)
+    url = f"http://{options.host}:{runner.addresses[0][1]}"
+    api = SglangApi(url, keys)
+    model = read_model_facts(group.model, group, {})
+    pinner = Pinner(api, EngineFacts(model.vocab_size, model.dtype, checksums=False), clock)
+    server = Server(uuid.uuid4().hex, url, keys, process, api, pinner, model)
+    await pinner.note_boot(boot_digest(group.model), timeout_s=10.0)
+    return server

@@ -1,0 +1,244 @@
+"""What the controller knows of engines, and the commands that go to them, over a clock that the tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from eval_service.contract.wire import EngineState
+from eval_service.controller import fleet as fleets
+from eval_service.controller.fleet import Fleet
+from eval_service.engine.protocol import Command, CommandKind, CommandResult, EngineReport, PinError
+from eval_service.fleet_config import GroupConfig
+
+GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
+
+
+class Bench:
+    """A fleet, a clock, and one engine that reports by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.changes = 0
+        groups = {"eval": GROUP, "judge": GROUP.model_copy(update={"kind": "frozen"})}
+        self.fleet = Fleet(groups, epoch=7, lost_after_s=5.0, on_change=self._changed, clock=lambda: self.now)
+        self.number = 0
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def report(self, **values: Any) -> EngineReport:
+        """The next report of a ready engine."""
+        self.number += 1
+        given = {
+            "engine": "e",
+            "group": "eval",
+            "node": "n",
+            "state": EngineState.READY,
+            "replica_pid": 1,
+            "nonce": "n1",
+            "number": self.number,
+            **values,
+        }
+        return EngineReport(**given)
+
+    async def poll(self, report: EngineReport | None = None, **values: Any) -> Command | None:
+        """A poll that is answered at once, with a command or with none."""
+        poll = asyncio.create_task(self.fleet.poll(report or self.report(**values)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if poll.done():
+            return poll.result()
+        poll.cancel()
+        return None
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def go(body: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's body."""
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_a_command_is_handed_out_again_until_a_report_says_that_it_was_taken(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        future = bench.fleet.send("e", CommandKind.RESTART)
+        first, again = await bench.poll(), await bench.poll()
+        assert first is not None
+        assert first == again
+        assert first.epoch == 7
+        assert await bench.poll(taken=(first.id,)) is None
+        assert not bench.fleet.free()
+        await bench.poll(results=(CommandResult(first.id, ok=True),))
+        assert (await future).ok
+        assert [engine.id for engine in bench.fleet.free()] == ["e"]
+
+    go(body)
+
+
+def test_a_command_reaches_the_oldest_of_several_polls_that_are_open_and_runs_once(bench: Bench) -> None:
+    async def body() -> None:
+        polls = [asyncio.create_task(bench.fleet.poll(bench.report())) for _ in range(3)]
+        await asyncio.sleep(0)
+        bench.fleet.send("e", CommandKind.RESTART)
+        answers = await asyncio.gather(*polls)
+        assert len({command.id for command in answers if command}) == 1, "a replica runs an id once"
+
+    go(body)
+
+
+def test_a_report_that_was_overtaken_on_its_way_changes_nothing_but_its_results_count(bench: Bench) -> None:
+    async def body() -> None:
+        old = bench.report(state=EngineState.STARTING, nonce=None)
+        await bench.poll(nonce="n2")
+        await bench.poll(old)
+        engine = bench.fleet.engines["e"]
+        assert (engine.report.nonce, engine.ready) == ("n2", True)
+        future = bench.fleet.send("e", CommandKind.RESTART)
+        command = await bench.poll()
+        assert command is not None
+        late = bench.report(results=(CommandResult(command.id, ok=True),))
+        await bench.poll(nonce="n2")
+        await bench.poll(late)
+        assert future.done()
+        assert engine.report.nonce == "n2"
+
+    go(body)
+
+
+def test_a_command_that_nobody_waits_for_is_taken_back_only_while_nobody_can_have_it(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        bench.fleet.send("e", CommandKind.PIN).cancel()
+        await asyncio.sleep(0)
+        assert await bench.poll() is None
+        assert bench.fleet.free()
+        future = bench.fleet.send("e", CommandKind.PIN)
+        command = await bench.poll()
+        assert command is not None
+        future.cancel()
+        await asyncio.sleep(0)
+        assert not bench.fleet.free(), "it may be at work on it"
+        await bench.poll(results=(CommandResult(command.id, ok=True),))
+        assert bench.fleet.free()
+
+    go(body)
+
+
+def test_a_new_nonce_ends_pins_under_way_and_restarts_go_on(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        pin, restart = bench.fleet.send("e", CommandKind.PIN), bench.fleet.send("e", CommandKind.RESTART)
+        await bench.poll(nonce=None, state=EngineState.RESTARTING)
+        assert (await pin).error is PinError.DIED
+        assert not restart.done()
+        assert bench.fleet.engines["e"].pinned is None
+
+    go(body)
+
+
+def test_a_silent_engine_is_lost_its_commands_with_it_and_it_may_come_back(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        future = bench.fleet.send("e", CommandKind.RESTART)
+        bench.now = 5.1
+        assert [engine.id for engine in bench.fleet.expire()] == ["e"]
+        assert (await future).error is PinError.DIED
+        assert not bench.fleet.free()
+        await bench.poll()
+        assert bench.fleet.free()
+        bench.now += fleets.FORGET_S + 10
+        bench.fleet.expire()
+        bench.fleet.expire()
+        assert bench.fleet.engines == {}
+
+    go(body)
+
+
+def test_a_quarantined_engine_is_started_anew_after_a_while_and_later_each_time_that_it_fails_again(
+    bench: Bench,
+) -> None:
+    async def body() -> None:
+        await bench.poll()
+        engine = bench.fleet.engines["e"]
+        for strike in range(3):
+            bench.fleet.quarantine("e", "a test")
+            assert not bench.fleet.free()
+            bench.now += fleets.QUARANTINE_S * 2**strike - 1
+            bench.fleet.heal()
+            assert not engine.sent
+            bench.now += 2
+            bench.fleet.heal()
+            command = await bench.poll()
+            assert command is not None
+            assert command.kind is CommandKind.RESTART
+            await bench.poll(nonce=f"after-{strike}", results=(CommandResult(command.id, ok=True),))
+            assert bench.fleet.free()
+
+    go(body)
+
+
+def test_an_engine_that_cannot_be_started_anew_gets_its_chance_as_it_is(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        bench.fleet.quarantine("e", "a test")
+        bench.now += fleets.QUARANTINE_S
+        bench.fleet.heal()
+        command = await bench.poll()
+        assert command is not None
+        await bench.poll(results=(CommandResult(command.id, ok=False, error=PinError.REFUSED),))
+        await asyncio.sleep(0)
+        assert bench.fleet.free()
+
+    go(body)
+
+
+def test_useless_answers_of_one_boot_end_in_quarantine_and_those_of_former_boots_do_not_count(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        for _ in range(fleets.MAX_USELESS - 1):
+            bench.fleet.useless("e", "stale")
+        assert bench.fleet.free()
+        await bench.poll(nonce="n2")
+        bench.fleet.useless("e", "stale")
+        assert bench.fleet.free()
+        for _ in range(fleets.MAX_USELESS - 1):
+            bench.fleet.useless("e", "stale")
+        assert bench.fleet.engines["e"].state is EngineState.QUARANTINED
+
+    go(body)
+
+
+def test_an_engine_that_leaves_is_told_once_that_it_may_go_when_nothing_of_it_is_needed(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        engine = bench.fleet.engines["e"]
+        engine.point = "p"
+        await bench.poll(state=EngineState.LEAVING)
+        bench.fleet.release()
+        assert not engine.sent
+        engine.point = None
+        for _ in range(2):
+            bench.fleet.release()
+        command = await bench.poll(state=EngineState.LEAVING)
+        assert command is not None
+        assert command.kind is CommandKind.LEAVE
+        assert len(engine.sent) == 1
+
+    go(body)
+
+
+def test_frozen_engines_are_never_free_to_lease(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll(engine="judge", group="judge")
+        assert bench.fleet.engines["judge"].ready
+        assert bench.fleet.free() == []
+
+    go(body)

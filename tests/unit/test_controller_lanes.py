@@ -1,0 +1,333 @@
+"""The controller over fake engines, without Ray: points, lanes, and engines that come, go and lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_service.contract.states import PinProof, PointState, Reason
+from eval_service.contract.wire import EngineState
+from tests.support.controller_stand import Stand
+
+Body = Callable[[], Awaitable[None]]
+
+
+def go(body: Body, *, timeout_s: float = 90) -> None:
+    """Run a test's body under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await body()
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture
+def stand_of(tmp_path: Path) -> Callable[..., Stand]:
+    return lambda **options: Stand(tmp_path, **options)
+
+
+Make = Callable[..., Stand]
+
+
+def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of().running(1) as stand:
+            stand.put_run("r")
+            points = [stand.dispatch("r", step) for step in range(3)]
+            for view in await stand.until_done(*points):
+                assert (view.attempts, view.pin_proof) == (1, PinProof.CANARY)
+                assert view.timings.pin_s is not None
+                assert view.timings.generate_s is not None
+            await stand.until(lambda: stand.engine("e0").point is None)
+
+    go(body)
+
+
+def test_two_points_run_side_by_side_on_two_engines(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=4, knobs={"latency_s": 0.05}).running(2) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            points = [stand.dispatch("r", step) for step in range(2)]
+            [one], [two] = [view.history for view in await stand.until_done(*points)]
+            assert set(one.engines).isdisjoint(two.engines)
+            assert one.ended_at is not None
+            assert two.started_at < one.ended_at
+
+    go(body)
+
+
+def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.RUNNING)
+            stand.start_engine("late")
+            await stand.until_done(point)
+            assert {sample.engine for sample in stand.samples(point)} == {"e0", "late"}
+
+    go(body)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_killed_in_mid_lane_costs_no_sample_and_no_attempt(stand_of: Make, engines: int) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=60, knobs={"latency_s": 0.05}).running(engines) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.RUNNING)
+            stand.kill_server("e0")
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+            await stand.until_ready()
+
+    go(body)
+
+
+FAULTS = [
+    {"hang": True},
+    {"unavailable": True},
+    {"stale_samples": True},
+    {"die": True},
+]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: next(iter(fault)))
+def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well(
+    stand_of: Make, engines: int, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.1)
+
+    async def body() -> None:
+        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=4.0)
+        async with stand.running(engines):
+            await stand.until_ready()
+            stand.put_run("r")
+            before = stand.dispatch("r", 0)
+            await stand.until_done(before)
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.RUNNING)
+            await stand.turn("e0", **fault)
+            await stand.until_done(point)
+            after = stand.dispatch("r", 2)
+            await stand.until_done(after)
+
+    go(body)
+
+
+@pytest.mark.parametrize("fault", ["stale_label", "wrong_weights", "refuse_update", "die_on_update"])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_whose_updates_go_wrong_is_found_out_and_mended(stand_of: Make, engines: int, fault: str) -> None:
+    async def body() -> None:
+        async with stand_of().running(engines) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            await stand.turn("e0", **{fault: True})
+            points = [stand.dispatch("r", step) for step in (1, 2)]
+            for view in await stand.until_done(*points):
+                assert view.attempts == 1
+            await stand.until_ready()
+
+    go(body)
+
+
+def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of().running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            stand.start_engine("a-bad", wrong_weights=True)
+            await stand.until_ready("a-bad")
+            points = [stand.dispatch("r", step) for step in (1, 2, 3)]
+            await stand.until_done(*points)
+            await stand.until(lambda: stand.engine("a-bad").state is EngineState.QUARANTINED)
+
+    go(body)
+
+
+def test_a_bad_engine_that_was_never_proven_does_not_get_the_snapshot_blamed(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(0) as stand:
+            stand.start_engine("a-bad", wrong_weights=True)
+            stand.start_engine("good")
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            await stand.until(lambda: stand.engine("a-bad").state is EngineState.QUARANTINED)
+
+    go(body)
+
+
+def test_a_quarantined_engine_comes_back_once_it_was_started_anew_and_is_proven(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.3)
+
+    async def body() -> None:
+        async with stand_of().running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            nonce = stand.engine("e0").report.nonce
+            stand.acting.fleet.quarantine("e0", "a test says so")
+            point = stand.dispatch("r", 1)
+            assert stand.engine("e0").state is EngineState.QUARANTINED
+            await stand.until_done(point)
+            assert stand.engine("e0").report.nonce not in (None, nonce)
+            assert stand.engine("e0").strikes == 0
+
+    go(body)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("history", [False, True])
+def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
+    stand_of: Make, engines: int, history: bool
+) -> None:
+    async def body() -> None:
+        async with stand_of().running(engines) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            if history:
+                await stand.until_done(stand.dispatch("r", 0))
+            other = stand.export("r", 7)
+            poisoned = stand.export("r", 1, canary=other.manifest.canary)
+            [view] = await stand.until_ended(stand.dispatch("r", 1, poisoned))
+            assert (view.state, view.reason) == (PointState.SKIPPED, Reason.PIN_VIOLATION)
+            await stand.until_done(stand.dispatch("r", 2))
+            assert all(engine.quarantined is None for engine in stand.acting.fleet.engines.values())
+
+    go(body)
+
+
+def test_engines_of_a_lane_that_disagree_do_not_both_stay(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
+            stand.put_run("r")
+            await stand.until_ready()
+            point = stand.dispatch("r", 1, stand.export("r", 1, canary=None))
+            await stand.until_state(point, PointState.RUNNING)
+            stand.start_engine("odd", noise=1e-4)
+            await stand.until(lambda: stand.engine("odd").quarantined)
+            [view] = await stand.until_done(point)
+            assert {sample.engine for sample in stand.samples(point)} == {"e0"}
+            assert view.pin_proof is PinProof.UNPROVEN
+
+    go(body)
+
+
+def test_commands_and_results_survive_lost_answers(stand_of: Make) -> None:
+    async def body() -> None:
+        stand = stand_of()
+        stand.link.lose_answers = 4
+        async with stand.running(1):
+            stand.put_run("r")
+            await stand.until_done(*[stand.dispatch("r", step) for step in range(2)])
+            assert stand.link.lost == 4
+
+    go(body)
+
+
+def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven_anew(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=300, knobs={"latency_s": 0.05}).running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.RUNNING)
+            stand.link.cut.add("e0")
+            await stand.until(lambda: stand.engine("e0").lost)
+            assert stand.point(point).state is PointState.RUNNING
+            stand.link.cut.clear()
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+
+    go(body)
+
+
+def test_a_leaving_engine_gets_nothing_more_and_what_it_has_not_done_in_time_runs_elsewhere(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=300, knobs={"latency_s": 0.02}, handover_s=0.2).running(2) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until(lambda: len(stand.lane(point).proven) == 2)
+            await stand.turn("e0", latency_s=30.0)
+            await stand.until(lambda: stand.lane(point)._in_flight("e0") == 4)
+            stand.runners["e0"].leave()
+            await stand.until_done(point)
+            await stand.until(lambda: stand.engine("e0").point is None)
+            assert stand.engine("e0").state is EngineState.LEAVING
+
+    go(body)
+
+
+def test_an_engine_with_nothing_left_to_do_starts_the_next_point_while_the_last_samples_finish(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.02}).running(2) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            first = stand.dispatch("r", 1)
+            await stand.until(lambda: len(stand.lane(first).proven) == 2)
+            await stand.turn("e0", latency_s=30.0)
+            await stand.until(lambda: stand.lane(first)._in_flight("e0") == 4)
+            second = stand.dispatch("r", 2)
+            await stand.until_state(second, PointState.RUNNING)
+            assert stand.point(first).state is PointState.RUNNING
+            stand.kill_server("e0")
+            await stand.until_done(first, second)
+
+    go(body)
+
+
+def test_an_attached_engine_is_pinned_proven_and_used_like_ours_and_never_ended(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        stand = stand_of()
+        async with stand.running(0), stand.somebody_elses_engine(monkeypatch) as engine:
+            await stand.until_ready("theirs")
+            stand.put_run("r")
+            [view] = await stand.until_done(stand.dispatch("r", 1))
+            assert view.history[0].engines == ("theirs",)
+            poisoned = stand.export("r", 2, canary=stand.export("r", 9).manifest.canary)
+            [view] = await stand.until_ended(stand.dispatch("r", 2, poisoned))
+            assert view.reason is Reason.PIN_VIOLATION
+            await stand.until_done(stand.dispatch("r", 3))
+            await engine.api.update_weights_from_disk(str(stand.root / "boot"), "meddled")
+            await stand.until(lambda: stand.engine("theirs").report.restarts == 1)
+            await stand.until_done(stand.dispatch("r", 4))
+            await stand.runners["theirs"].stop()
+            assert (await engine.api.model_info())["weight_version"] == stand.views.points(step=4).points[
+                0
+            ].weight_version
+
+    go(body)
+
+
+def test_frozen_engines_are_shown_and_never_leased_or_loaded(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(frozen=True).running(0) as stand:
+            stand.start_engine("judge", group="judge")
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until_state(point, PointState.QUEUED)
+            stand.start_engine("e0")
+            await stand.until_done(point)
+            judge = stand.engine("judge")
+            assert (judge.point, judge.pinned, judge.report.weight_version) == (None, None, None)
+            shown = {group.name: group for group in stand.acting.fleet.view(lambda _: 0).groups}
+            assert [engine.id for engine in shown["judge"].engines] == ["judge"]
+
+    go(body)

@@ -1,0 +1,260 @@
+"""The matrix of states x victims: whatever ends or hangs while a point is in whatever state, the point ends once.
+
+No Ray, no sleeps: engines are in process, and where time matters the ledger's clock is moved on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from eval_service.admission.checks import find_faults
+from eval_service.contract.errors import Unavailable
+from eval_service.contract.states import PointState, Reason
+from eval_service.ledger.database import Fenced
+from eval_service.ledger.moves import Moves
+from tests.support.controller_stand import Stand
+
+Body = Callable[[], Awaitable[None]]
+LIVE = [PointState.PINNING, PointState.RUNNING, PointState.SCORING]
+KNOBS = {"latency_s": 0.02}
+
+
+def go(body: Body, *, timeout_s: float = 90) -> None:
+    """Run a test's body under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await body()
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    return Stand(tmp_path, prompts=16, knobs=KNOBS)
+
+
+async def held_in(stand: Stand, state: PointState) -> str:
+    """A point that stays in a state for a while: a slow pin, or until `release_scoring`."""
+    stand.put_run("r")
+    if state is PointState.PINNING:
+        await stand.turn("e0", update_s=2.0)
+    if state is PointState.SCORING:
+        stand.hold_scoring()
+    point = stand.dispatch("r", 1)
+    await stand.until_state(point, state)
+    return point
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_controller_killed_in_any_live_state_is_followed_by_one_that_ends_the_point_once(
+    stand: Stand, state: PointState
+) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            point = await held_in(stand, state)
+            await stand.kill_controller()
+            assert stand.point(point).state is state
+            stand.release_scoring()
+            stand.start_controller()
+            await stand.until_ready()
+            await stand.turn("e0", update_s=0.0)
+            [view] = await stand.until_done(point)
+            assert [attempt.outcome for attempt in view.history] == ["controller_lost", "done"]
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", [PointState.QUEUED, *LIVE])
+def test_the_only_engine_killed_in_any_state_is_waited_for(stand: Stand, state: PointState) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            point = await held_in(stand, state)
+            stand.kill_server("e0")
+            stand.release_scoring()
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", [PointState.QUEUED, *LIVE])
+def test_a_point_that_is_not_done_by_its_deadline_ends_with_a_reason(stand: Stand, state: PointState) -> None:
+    async def body() -> None:
+        async with stand.running(0 if state is PointState.QUEUED else 1):
+            if state is not PointState.QUEUED:
+                await stand.until_ready()
+            point = await held_in(stand, state)
+            if state is PointState.RUNNING:
+                await stand.turn("e0", hang=True)
+            stand.clock.ahead_s = 2 * stand.config.service.point_timeout_s
+            [view] = await stand.until_ended(point)
+            wanted = (PointState.FAILED, Reason.DEADLINE)
+            if state is PointState.QUEUED:
+                wanted = (PointState.SKIPPED, Reason.UNHEALTHY)
+            assert (view.state, view.reason) == wanted
+            stand.release_scoring()
+            if state is not PointState.QUEUED:
+                await stand.until(lambda: stand.engine("e0").point is None)
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_point_cancelled_in_any_live_state_lets_its_engines_go_and_writes_nothing(
+    stand: Stand, state: PointState
+) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            point = await held_in(stand, state)
+            moves: Moves = stand.acting._moves
+            moves.end(point, PointState.CANCELLED, Reason.USER, "a test")
+            await stand.until(lambda: point not in stand.acting._lanes)
+            stand.release_scoring()
+            view = stand.point(point)
+            assert (view.state, view.reason, view.score) == (PointState.CANCELLED, Reason.USER, None)
+            assert not list((stand.runs / "r").glob("evals/*"))
+            await stand.turn("e0", update_s=0.0)
+            await stand.until_done(stand.dispatch("r", 2))
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_controller_that_was_replaced_writes_nothing_and_commands_nothing(stand: Stand, state: PointState) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            point = await held_in(stand, state)
+            old, acting = stand.link.controller, stand.acting
+            assert old is not None
+            stand.steal_lock()  # as where a lock was lost without a word
+            stand.start_controller()
+            await stand.until(lambda: old.fenced)
+            assert not old.healthy()
+            with pytest.raises(Fenced):
+                acting._moves.advance(point, PointState.RUNNING)
+            stand.release_scoring()
+            await stand.until_ready()
+            await stand.turn("e0", update_s=0.0)
+            [view] = await stand.until_done(point)
+            assert [attempt.outcome for attempt in view.history] == ["controller_lost", "done"]
+
+    go(body)
+
+
+def test_two_controllers_never_both_act_and_the_second_takes_over_when_the_first_stops(stand: Stand) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            first = stand.link.controller
+            assert first is not None
+            await stand.until_ready()
+            second = stand.start_controller()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert second._acting is None
+            assert second.healthy()
+            first.stop()
+            await stand.until(lambda: second._acting is not None)
+            assert first._acting is None
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 1))
+
+    go(body)
+
+
+@pytest.mark.parametrize("write", ["begin_attempt", "advance", "finish"])
+def test_a_ledger_that_is_away_for_a_moment_costs_no_attempt(
+    stand: Stand, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = 3
+    real = getattr(Moves, write)
+
+    def sometimes(self: Moves, *args: object) -> object:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise Unavailable("a test says so")
+        return real(self, *args)
+
+    monkeypatch.setattr(Moves, write, sometimes)
+
+    async def body() -> None:
+        async with stand.running(1):
+            stand.put_run("r")
+            [view] = await stand.until_done(stand.dispatch("r", 1))
+            assert view.attempts == 1
+            assert left < 0
+
+    go(body)
+
+
+def test_a_step_that_fails_again_and_again_makes_the_controller_unhealthy_and_hinders_no_other_step(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Moves, *args: object) -> object:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Moves, "overdue", broken)
+    monkeypatch.setattr("eval_service.controller.core.HUNG_S", 0.5)
+
+    async def body() -> None:
+        async with stand.running(1):
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 1))
+            controller = stand.link.controller
+            assert controller is not None
+            assert isinstance(controller.troubles["overdue"].error, KeyError)
+            await stand.until(lambda: not controller.healthy())
+            monkeypatch.undo()
+            await stand.until(lambda: not controller.troubles)
+
+    go(body)
+
+
+def test_a_lane_whose_task_is_lost_does_not_leave_its_point_behind(stand: Stand) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            point = await held_in(stand, PointState.RUNNING)
+            task = stand.lane(point).task
+            assert task is not None
+            task.cancel()
+            [view] = await stand.until_done(point)
+            assert [attempt.outcome for attempt in view.history] == ["internal", "done"]
+
+    go(body)
+
+
+def test_a_slow_storage_check_stalls_nothing_but_the_points_of_its_snapshot(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    def slow(path: Path, **options: object) -> object:
+        if "/slow/" in str(path):
+            gate.wait(60)
+        return find_faults(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("eval_service.controller.admitting.find_faults", slow)
+
+    async def body() -> None:
+        async with stand.running(1):
+            stand.put_run("slow")
+            stand.put_run("r")
+            stuck = [stand.dispatch("slow", step) for step in range(3)]
+            await stand.until_done(stand.dispatch("r", 1), stand.dispatch("r", 2))
+            assert {stand.point(point).state for point in stuck} == {PointState.QUEUED}
+            gate.set()
+            await stand.until_done(*stuck)
+
+    go(body)
+    gate.set()
