@@ -44,6 +44,7 @@ MODEL_FILES = (
     "merges.txt",
 )
 MAX_FILE_BYTES = 2 << 30
+_CHECKED_AT_ONCE = 1 << 20
 _DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16"), "float16": (torch.float16, "F16")}
 
 
@@ -244,7 +245,10 @@ def plan_files(architecture: Architecture, limit_bytes: int, writers: Sequence[i
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or not a number: by the sum, which is quick, and one by one where it overflows."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+    parts = torch.split(tensor.view(-1), _CHECKED_AT_ONCE)  # torch makes a float32 copy of what it sums
+    return all(
+        bool(torch.isfinite(part.sum(dtype=torch.float32))) or bool(torch.isfinite(part).all()) for part in parts
+    )
 
 
 def _told(exc: Exception) -> str:
