@@ -1,4 +1,4 @@
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo chaos test check format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -8,6 +8,9 @@ setup:  ## make .venv from the lock; nothing is done twice
 
 demo: setup  ## a model learns while every checkpoint is evaluated beside it (CPU only)
 	@.venv/bin/evalfleet demo --out demo-out $(ARGS)
+
+chaos: setup  ## the service on fake engines through 200 faults, and which promises it kept
+	@.venv/bin/evalfleet chaos --faults 200 $(ARGS)
 
 check: setup  ## lint, format, types, import rules
 	@scripts/check

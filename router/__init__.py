@@ -1,6 +1,7 @@
 """The data plane: a sized pool, choice, health and admission. It knows nothing of evals."""
 
 from router.errors import (
+    CutShort,
     DeadlinePassed,
     NoTarget,
     NoUpstream,
@@ -9,7 +10,8 @@ from router.errors import (
     UpstreamFailed,
     WaitTimeout,
 )
-from router.faults import Fault, FaultKind
+from router.exchange import Reply, Request
+from router.faults import Broken, Fault, FaultKind
 from router.health import Health, Prober
 from router.limits import Limits
 from router.router import Answer, Router
@@ -18,6 +20,8 @@ from router.upstream import Upstream
 
 __all__ = [
     "Answer",
+    "Broken",
+    "CutShort",
     "DeadlinePassed",
     "Fault",
     "FaultKind",
@@ -27,6 +31,8 @@ __all__ = [
     "NoUpstream",
     "Prober",
     "QueueFull",
+    "Reply",
+    "Request",
     "Router",
     "RouterError",
     "Stats",

@@ -6,7 +6,8 @@ RouterError
 ├── QueueFull        429  the target's waiting room is full
 ├── WaitTimeout      504  upstreams are there, none had room until the wait ended
 └── UpstreamFailed   502  every run that was allowed met a fault; `faults` says which
-    └── DeadlinePassed   504  the caller's deadline came while an upstream was at work
+    ├── DeadlinePassed   504  the caller's deadline came while an upstream was at work
+    └── CutShort         502  the answer broke off after some of it had been passed on
 """
 
 from __future__ import annotations
@@ -68,3 +69,9 @@ class DeadlinePassed(UpstreamFailed):
 
     code = "deadline_passed"
     status = 504
+
+
+class CutShort(UpstreamFailed):
+    """The answer broke off after some of it had been passed on: it can't be run again, and must not look whole."""
+
+    code = "cut_short"

@@ -1,11 +1,11 @@
-"""What can go wrong with one run of a request on one upstream, and the one place that maps aiohttp's errors to it."""
+"""What can go wrong with one run of a request on one upstream, and the one place that maps foreign errors to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-import aiohttp
+import httptools
 
 
 class FaultKind(StrEnum):
@@ -14,7 +14,7 @@ class FaultKind(StrEnum):
     CONNECT = "connect"  # no connection came about
     DISCONNECTED = "disconnected"  # the upstream hung up, or its connection broke
     BODY = "body"  # the answer's body was cut short, or nothing would tell if it were
-    PROTOCOL = "protocol"  # what came is not HTTP
+    PROTOCOL = "protocol"  # what came is not HTTP, or more of it than an answer's head may have
     TIMEOUT = "timeout"  # a timeout of ours passed
     STATUS = "status"  # it answered 5xx
 
@@ -31,23 +31,21 @@ class Fault:
         return f"{self.upstream} {self.kind} ({self.detail})"
 
 
-# What a run may raise that is the upstream's fault. Anything else is ours, or the caller's, and is not caught.
-TRANSPORT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Why one exchange gave no answer: the fault, but for whose it is."""
 
-# In order: a class stands before its bases.
-_KINDS: tuple[tuple[type[BaseException], FaultKind], ...] = (
-    (aiohttp.ConnectionTimeoutError, FaultKind.CONNECT),
-    (TimeoutError, FaultKind.TIMEOUT),
-    (aiohttp.ClientConnectorError, FaultKind.CONNECT),
-    (aiohttp.ServerFingerprintMismatch, FaultKind.CONNECT),
-    (aiohttp.ClientConnectionError, FaultKind.DISCONNECTED),
-    (aiohttp.ClientPayloadError, FaultKind.BODY),
-    (aiohttp.ClientError, FaultKind.PROTOCOL),
-    (OSError, FaultKind.DISCONNECTED),
-)
+    kind: FaultKind
+    detail: str
 
 
-def fault_of(upstream: str, error: BaseException) -> Fault:
-    """Map one of `TRANSPORT_ERRORS` to a fault."""
-    kind = next(kind for cls, kind in _KINDS if isinstance(error, cls))
-    return Fault(upstream, kind, f"{type(error).__name__}: {error}".rstrip(": "))
+# What making a connection may raise that is the upstream's fault. Anything else is ours, and is not caught.
+CONNECT_ERRORS = (OSError,)  # ssl.SSLError, socket.gaierror and TimeoutError are
+
+
+def broken_of(error: BaseException | None, *, in_body: bool = False) -> Broken:
+    """Map how a connection ended (None: it was closed) while an answer was due."""
+    detail = f"{type(error).__name__}: {error}".rstrip(": ") if error else "it hung up before the answer was whole"
+    if isinstance(error, httptools.HttpParserError | httptools.HttpParserUpgrade):
+        return Broken(FaultKind.PROTOCOL, detail)
+    return Broken(FaultKind.BODY if in_body else FaultKind.DISCONNECTED, detail)

@@ -46,6 +46,12 @@ class Gate:
         """Requests that may be in flight now; 0 only while no upstream is healthy."""
         return self._limits.server_concurrency * sum(slots.healthy for slots in self.slots.values())
 
+    def take(self, excluded: frozenset[str] = frozenset()) -> Run | None:
+        """A slot as by `admit`, if one is to be had without waiting."""
+        if not self._waiting and (slots := self._choice(excluded)):
+            return self._grant(slots)
+        return None
+
     async def admit(self, timeout_s: float, excluded: frozenset[str] = frozenset(), *, replay: bool = False) -> Run:
         """Wait for a slot on the upstream with the fewest requests in flight, none of `excluded` if it can be helped.
 
@@ -56,8 +62,8 @@ class Gate:
             NoUpstream, WaitTimeout: `timeout_s` passed.
             NoTarget: the target was dropped meanwhile.
         """
-        if not self._waiting and (slots := self._choice(excluded)):
-            return self._grant(slots)
+        if (run := self.take(excluded)) is not None:
+            return run
         waiter = self._enter(excluded, replay)
         loop = asyncio.get_running_loop()
         leniency = loop.call_later(self._limits.same_again_after_s, self._forgive, waiter) if excluded else None
@@ -91,13 +97,15 @@ class Gate:
                 waiter.granted.set_exception(NoTarget(f"target {self.name!r} was dropped"))
 
     def _choice(self, excluded: frozenset[str]) -> Slots | None:
-        bound = self._limits.server_concurrency
-        free = (
-            slots
-            for slots in self.slots.values()
-            if slots.healthy and slots.in_flight < bound and slots.upstream.id not in excluded
-        )
-        return min(free, key=lambda slots: (slots.in_flight, slots.last_granted), default=None)
+        best: Slots | None = None
+        least = self._limits.server_concurrency
+        for slots in self.slots.values():
+            busy = len(slots.runs)
+            if busy > least or not slots.healthy or slots.upstream.id in excluded:
+                continue
+            if busy < least or (best is not None and slots.last_granted < best.last_granted):
+                best, least = slots, busy
+        return best
 
     def _grant(self, slots: Slots) -> Run:
         self.in_flight += 1

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import aiohttp
-
-from router.faults import TRANSPORT_ERRORS, Fault, FaultKind, fault_of
+from router.exchange import Exchange, Request
+from router.faults import Broken, FaultKind
+from router.transport import Transport
 from router.upstream import Upstream
 
 
@@ -33,10 +33,11 @@ class Prober:
         self, *, timeout_s: float, path: str = "/health", progress: Callable[[str], int] = lambda _: 0
     ) -> None:
         self._timeout_s = timeout_s
-        self._path = path
+        # A connection a probe: a kept one may be dead without anybody knowing.
+        self._request = Request(b"GET", path.encode(), b"Connection: close\r\n", b"")
         self._progress = progress
         self._seen: dict[str, int] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._transport: Transport | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -48,31 +49,29 @@ class Prober:
 
     async def close(self) -> None:
         """Close its connections."""
-        if self._session is not None:
-            await self._session.close()
+        if self._transport is not None:
+            await self._transport.close()
 
     async def probe(self, upstream: Upstream) -> Health:
         """Ask once, and look at the progress since the last probe; never raises for what the upstream does."""
         before = self._seen.get(upstream.id, self._progress(upstream.id))
-        try:
-            status = await self._ask(upstream)
-            health = Health(status < 500, f"answered {status}")
-        except TRANSPORT_ERRORS as exc:
-            health = self._without_answer(fault_of(upstream.id, exc), before)
+        reply = await self._ask(upstream)
+        if isinstance(reply, Broken):
+            health = self._without_answer(upstream.id, reply, before)
+        else:
+            health = Health(reply < 500, f"answered {reply}")
         self._seen[upstream.id] = self._progress(upstream.id)
         return health
 
-    def _without_answer(self, fault: Fault, before: int) -> Health:
-        done = self._progress(fault.upstream) - before
-        busy = fault.kind is FaultKind.TIMEOUT and done > 0
-        return Health(busy, f"busy: {done} requests done since the last probe" if busy else str(fault))
+    def _without_answer(self, id_: str, why: Broken, before: int) -> Health:
+        done = self._progress(id_) - before
+        busy = why.kind is FaultKind.TIMEOUT and done > 0
+        told = f"busy: {done} requests done since the last probe" if busy else f"{id_} {why.kind} ({why.detail})"
+        return Health(busy, told)
 
-    async def _ask(self, upstream: Upstream) -> int:
-        if self._session is None:
-            # A connection a probe: a kept one may be dead without anybody knowing.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        async with asyncio.timeout(self._timeout_s):
-            async with self._session.get(upstream.url_of(self._path), headers=upstream.headers) as response:
-                await response.read()
-                return response.status
+    async def _ask(self, upstream: Upstream) -> int | Broken:
+        if self._transport is None:
+            self._transport = Transport(2 * self._timeout_s)  # never the first to give up
+        exchange = Exchange(upstream.id, asyncio.get_running_loop().create_future())
+        reply = await self._transport.send(upstream, self._request, exchange, timeout_s=self._timeout_s)
+        return reply if isinstance(reply, Broken) else reply.status

@@ -18,40 +18,48 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from router.errors import DeadlinePassed, NoTarget, NoUpstream, QueueFull, UpstreamFailed, WaitTimeout
-from router.faults import TRANSPORT_ERRORS, Fault, FaultKind, fault_of
+from router.errors import CutShort, DeadlinePassed, NoTarget, NoUpstream, QueueFull, UpstreamFailed, WaitTimeout
+from router.exchange import Exchange, Header, Outlet, Reply, Request
+from router.faults import Broken, Fault, FaultKind
 from router.gate import Gate
 from router.limits import Limits
 from router.stats import Stats, TargetStats, Totals, UpstreamStats
-from router.transport import Reply, Transport
-from router.upstream import Run, Slots, Upstream
+from router.transport import Transport
+from router.upstream import Run, Slots, Upstream, header_lines
+
+_JSON = b"Content-Type: application/json\r\n"
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer below 500. `attempts` counts runs, `latency_s` is the last one's, without any wait at the gate."""
+    """An answer below 500, whole; `body` is empty where it was passed on as it came.
+
+    `attempts` counts runs, `latency_s` is the last one's, without any wait at the gate.
+    """
 
     status: int
     body: bytes
     upstream: str
     attempts: int
     latency_s: float
+    headers: list[Header]
+    passed_on: bool
 
 
 @dataclass(slots=True)
 class _Call:
     """One request of a caller, through all its runs."""
 
-    path: str
-    body: bytes
-    headers: Mapping[str, str]
+    request: Request
     deadline: float
+    outlet: Outlet | None
     faults: list[Fault] = field(default_factory=list)
     attempts: int = 0
 
     @property
     def excluded(self) -> frozenset[str]:
-        return frozenset(fault.upstream for fault in self.faults)
+        return frozenset(fault.upstream for fault in self.faults) if self.faults else _NONE
 
     @property
     def reached(self) -> int:
@@ -157,6 +165,22 @@ class Router:
         self._pump(slots)
         return True
 
+    async def vacated(self, upstream: str, timeout_s: float) -> None:
+        """Return once everything that is in flight on an upstream now has ended; what is left of it after `timeout_s`
+        is aborted, and runs again elsewhere if it can.
+        """
+        slots = self._slots.get(upstream)
+        if slots is None:
+            return
+        runs = frozenset(slots.runs)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _ended(slots, runs)
+        except TimeoutError:
+            for run in runs & slots.runs:
+                run.abort()
+            await _ended(slots, runs)
+
     def stats(self) -> Stats:
         """Everything at this moment."""
         return Stats(
@@ -193,9 +217,19 @@ class Router:
             NoTarget, QueueFull, NoUpstream, WaitTimeout: it was never let in (again).
             UpstreamFailed, DeadlinePassed: it was, and no run gave an answer.
         """
+        lines = header_lines(headers) if headers else b""
         if not isinstance(body, bytes):
-            body, headers = json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
-        call = _Call(path, body, headers or {}, self._clock() + timeout_s)
+            body, lines = json.dumps(body).encode(), _JSON + lines
+        return await self.forward(target, Request(b"POST", path.encode(), lines, body), timeout_s=timeout_s)
+
+    async def forward(self, target: str, request: Request, *, timeout_s: float, outlet: Outlet | None = None) -> Answer:
+        """As `post`, for a request that is made already; an answer that `outlet` doesn't hold is passed on to it as it
+        comes, and from its first byte on is not run again.
+
+        Raises:
+            CutShort: it broke off after that; what was passed on is not whole. Else as `post`.
+        """
+        call = _Call(request, self._clock() + timeout_s, outlet)
         try:
             answer = await self._until_answered(target, call)
         except QueueFull:
@@ -216,7 +250,7 @@ class Router:
     async def _until_answered(self, target: str, call: _Call) -> Answer:
         while True:
             gate = self._gate(target)
-            run = await self._admitted(gate, call)
+            run = gate.take(call.excluded) or await self._admitted(gate, call)
             try:
                 answer = await self._run_once(run, call)
             finally:
@@ -237,37 +271,46 @@ class Router:
     async def _run_once(self, run: Run, call: _Call) -> Answer | None:
         """One run; None means that it is to be run again."""
         call.attempts += 1
+        if run.aborted:
+            return None
         started = self._clock()
         remaining_s = call.remaining_s(started)
-        fault: Fault | None
-        try:
-            reply = await self._reply(run, call, min(self.limits.request_timeout_s, remaining_s))
-            fault = _fault_of_status(run, reply)
-        except TRANSPORT_ERRORS as exc:
-            if run.aborted:
-                return None
-            if run.timed_out and remaining_s < self.limits.request_timeout_s:
-                raise DeadlinePassed(f"{run.upstream.id} was at work when the deadline came", call.faults) from exc
-            fault = fault_of(run.upstream.id, exc)
-        if fault is not None:
-            self._record(run, call, fault)
+        done = asyncio.get_running_loop().create_future()
+        exchange = run.exchange = Exchange(run.upstream.id, done, call.outlet)
+        transport = self._transport or self._made_transport()
+        reply = await transport.send(
+            run.upstream, call.request, exchange, timeout_s=min(self.limits.request_timeout_s, remaining_s)
+        )
+        if isinstance(reply, Broken) or reply.status >= 500:
+            self._judge(run, call, exchange, reply, in_time=remaining_s >= self.limits.request_timeout_s)
             return None
         self._slots_of(run).succeeded(run)
-        return Answer(reply.status, reply.body, run.upstream.id, call.attempts, self._clock() - started)
+        latency_s = self._clock() - started
+        id_ = run.upstream.id
+        return Answer(reply.status, reply.body, id_, call.attempts, latency_s, reply.headers, exchange.passed_on)
 
-    async def _reply(self, run: Run, call: _Call, bound_s: float) -> Reply:
-        if self._transport is None:
-            self._transport = Transport(self.limits.connect_timeout_s)
-        async with asyncio.timeout(0.0 if run.aborted else bound_s) as run.scope:
-            return await self._transport.post(run.upstream, call.path, call.body, call.headers)
+    def _made_transport(self) -> Transport:
+        self._transport = Transport(self.limits.connect_timeout_s)
+        return self._transport
+
+    def _judge(self, run: Run, call: _Call, exchange: Exchange, why: Broken | Reply, *, in_time: bool) -> None:
+        """A run gave no answer that may be passed on: whose fault is it, and may the request run again?"""
+        id_ = run.upstream.id
+        blameless = exchange.aborted or (exchange.expired and (not in_time or exchange.outlet_is_slow))
+        if not blameless:
+            self._record(run, call, _fault_of(run, why))
+        if exchange.passed_on:
+            raise CutShort(f"the answer of {id_} broke off after some of it was passed on", call.faults)
+        if exchange.expired and not in_time:
+            raise DeadlinePassed(f"{id_} was at work when the deadline came", call.faults)
+        if call.reached >= self.limits.max_faults:
+            raise UpstreamFailed(f"no answer in {call.attempts} runs", call.faults)
 
     def _record(self, run: Run, call: _Call, fault: Fault) -> None:
         call.faults.append(fault)
         self._faults[fault.kind] += 1
         if self._slots_of(run).failed(run, self.limits.eject_after):
             self._totals.ejections += 1
-        if call.reached >= self.limits.max_faults:
-            raise UpstreamFailed(f"no answer in {call.attempts} runs", call.faults)
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +326,9 @@ class Router:
     def _freed(self, run: Run) -> None:
         slots = self._slots_of(run)
         slots.runs.discard(run)
+        if slots.freed is not None:
+            slots.freed.set()
+            slots.freed = None
         self._pump(slots)
         self._forget_if_idle(slots)
 
@@ -295,8 +341,17 @@ class Router:
             self._slots.pop(slots.upstream.id, None)
 
 
-def _fault_of_status(run: Run, reply: Reply) -> Fault | None:
-    if reply.status < 500:
-        return None
-    told = reply.body[:200].decode(errors="replace")
-    return Fault(run.upstream.id, FaultKind.STATUS, f"{reply.status} {told}".strip())
+def _fault_of(run: Run, why: Broken | Reply) -> Fault:
+    if isinstance(why, Broken):
+        return Fault(run.upstream.id, why.kind, why.detail)
+    told = why.body[:200].decode(errors="replace")
+    for value in run.upstream.headers.values():  # keys, for instance: a fault's text goes to callers
+        for secret in value.split():
+            told = told.replace(secret, "***")
+    return Fault(run.upstream.id, FaultKind.STATUS, f"{why.status} {told}".strip())
+
+
+async def _ended(slots: Slots, runs: frozenset[Run]) -> None:
+    while runs & slots.runs:
+        slots.freed = slots.freed or asyncio.Event()
+        await slots.freed.wait()

@@ -1,64 +1,197 @@
-"""One run of a request on one upstream, over one pooled aiohttp session.
+"""The pool of connections to upstreams.
 
-The connector never limits (the gate does, in front of it). An answer is whole or it is a fault: aiohttp raises for a
-body shorter than its length or without its last chunk, and a body with neither is refused. When the caller's task is
-cancelled the connection is closed, which is how an upstream learns that nobody waits any longer.
+It never limits (the gate does, in front of it). A request that finds none idle has one made, and takes whichever is
+free first, that one or another's. A connection that has been idle for longer than any server waits is not
+used again, so that a request never meets one that is being closed. When the caller's task is cancelled the connection
+is closed, which is how an upstream learns that nobody waits any longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import ssl
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
-import aiohttp
+from router.connection import Connection
+from router.deadlines import Deadlines
+from router.exchange import Exchange, Reply, Request
+from router.faults import CONNECT_ERRORS, Broken, FaultKind
+from router.upstream import Origin, Upstream
 
-from router.upstream import Upstream
-
-# Shorter than any server's (uvicorn: 5 s), so that a request never meets a connection that is being closed.
+# Shorter than any server's (uvicorn: 5 s).
 _KEEPALIVE_S = 2.0
-_BODYLESS = frozenset({204, 304})
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one upstream answered."""
+Obtained = Connection | Broken
 
-    status: int
-    body: bytes
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """The connections to one origin: all; the idle ones, the last used last; and the requests that are without one."""
+
+    live: set[Connection] = field(default_factory=set)
+    idle: dict[Connection, None] = field(default_factory=dict)
+    wanting: deque[asyncio.Future[Obtained]] = field(default_factory=deque)
 
 
 class Transport:
-    """The session and its connections. Made inside a running event loop, closed once."""
+    """The connections of one event loop. Closed once."""
 
     def __init__(self, connect_timeout_s: float) -> None:
-        # No total: each run has a deadline of its own around it.
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect_timeout_s)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
+        self._connect_timeout_s = connect_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines()
+        self._pools: dict[Origin, _Pool] = {}
+        self._making: set[asyncio.Task[None]] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._gone = asyncio.Event()
 
-    async def post(self, upstream: Upstream, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Send once and read the whole answer.
+    async def send(
+        self, upstream: Upstream, request: Request, exchange: Exchange, *, timeout_s: float
+    ) -> Reply | Broken:
+        """Send once; the answer, or why there is none. It ends when the exchange does, whoever ended that."""
+        tick = self._deadlines.set(exchange, timeout_s)
+        try:
+            return await self._sent(upstream, request, exchange)
+        finally:
+            self._deadlines.clear(exchange, tick)
 
-        Raises:
-            one of router.faults.TRANSPORT_ERRORS.
-        """
-        url = upstream.url_of(path)
-        sent = {**headers, **upstream.headers}
-        async with self._session.post(url, data=body, headers=sent, allow_redirects=False) as response:
-            whole = await response.read()
-            if not _is_framed(response):
-                raise aiohttp.ClientPayloadError("an answer with neither Content-Length nor chunks may be cut short")
-            return Reply(response.status, whole)
+    async def _sent(self, upstream: Upstream, request: Request, exchange: Exchange) -> Reply | Broken:
+        pool = self._pools.get(upstream.origin) or self._pools.setdefault(upstream.origin, _Pool())
+        connection = self._take(pool)
+        if connection is None:
+            obtained = await self._wait(upstream.origin, pool, exchange)
+            if isinstance(obtained, Broken):
+                return obtained
+            connection = obtained
+            if not connection.usable:
+                return Broken(FaultKind.DISCONNECTED, "it hung up at once")
+        connection.send(exchange, upstream, request)
+        try:
+            return await exchange.done
+        finally:
+            if connection.exchange is exchange:
+                connection.abort()
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._session.close()
+        self._closed = True
+        self._deadlines.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for task in self._making:
+            task.cancel()
+        for connection in self._live():
+            connection.abort()
+        while self._live():
+            self._gone.clear()
+            await self._gone.wait()
+
+    def _live(self) -> list[Connection]:
+        return [connection for pool in self._pools.values() for connection in pool.live]
+
+    def _take(self, pool: _Pool) -> Connection | None:
+        while pool.idle:
+            connection, _ = pool.idle.popitem()
+            if connection.usable and self._loop.time() - connection.idle_since < _KEEPALIVE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _wait(self, origin: Origin, pool: _Pool, exchange: Exchange) -> Obtained:
+        """The first connection that is free, unless the exchange ends before."""
+        wanting: asyncio.Future[Obtained] = self._loop.create_future()
+        pool.wanting.append(wanting)
+        making = self._loop.create_task(self._make(origin, pool, wanting))
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        exchange.done.add_done_callback(lambda done: _give_up(wanting, done))
+        try:
+            return await wanting
+        except asyncio.CancelledError:
+            if wanting.done() and not wanting.cancelled() and isinstance(had := wanting.result(), Connection):
+                self._keep(pool, had)
+            raise
+        finally:
+            with contextlib.suppress(ValueError):  # whoever got a connection is out already
+                pool.wanting.remove(wanting)
+
+    async def _make(self, origin: Origin, pool: _Pool, wanting: asyncio.Future[Obtained]) -> None:
+        """One more connection, for whoever wants one once it is there. Its failure is for who asked for it; who has got
+        another's meanwhile has left that one's owner without, who is told instead.
+        """
+        failed = partial(self._fail, pool, wanting)
+        making = asyncio.current_task()
+        assert making is not None
+        timer = self._loop.call_later(self._connect_timeout_s, making.cancel)
+        try:
+            await self._loop.create_connection(
+                lambda: Connection(partial(self._keep, pool), partial(self._forget, pool)),
+                origin.host,
+                origin.port,
+                ssl=self._tls if origin.tls else None,
+            )
+        except CONNECT_ERRORS as exc:
+            failed(f"{type(exc).__name__}: {exc}".rstrip(": "))
+        except asyncio.CancelledError:
+            failed("the pool was closed" if self._closed else f"no connection within {self._connect_timeout_s:g} s")
+            raise
+        finally:
+            timer.cancel()
+
+    def _fail(self, pool: _Pool, wanting: asyncio.Future[Obtained], detail: str) -> None:
+        broken = Broken(FaultKind.CONNECT, detail)
+        while not _settle(wanting, broken) and pool.wanting:
+            wanting = pool.wanting.popleft()
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def _keep(self, pool: _Pool, connection: Connection) -> None:
+        """It can take a request."""
+        if self._closed:
+            connection.abort()
+        if not connection.usable:
+            return
+        pool.live.add(connection)
+        while pool.wanting:
+            if _settle(pool.wanting.popleft(), connection):
+                return
+        connection.idle_since = self._loop.time()
+        pool.idle[connection] = None
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(_KEEPALIVE_S, self._drop_old)
+
+    def _forget(self, pool: _Pool, connection: Connection) -> None:
+        pool.live.discard(connection)
+        self._gone.set()
+        pool.idle.pop(connection, None)
+
+    def _drop_old(self) -> None:
+        self._sweep = None
+        before = self._loop.time() - _KEEPALIVE_S
+        for origin, pool in list(self._pools.items()):
+            for connection in [connection for connection in pool.idle if connection.idle_since <= before]:
+                del pool.idle[connection]
+                connection.abort()
+            if not pool.live and not pool.wanting:
+                del self._pools[origin]
+        if self._pools:
+            self._sweep = self._loop.call_later(_KEEPALIVE_S, self._drop_old)
 
 
-def _is_framed(response: aiohttp.ClientResponse) -> bool:
-    chunked = "chunked" in response.headers.get("Transfer-Encoding", "").lower()
-    return chunked or "Content-Length" in response.headers or response.status in _BODYLESS
+def _settle(wanting: asyncio.Future[Obtained], with_: Obtained) -> bool:
+    if wanting.done():
+        return False
+    wanting.set_result(with_)
+    return True
+
+
+def _give_up(wanting: asyncio.Future[Obtained], done: asyncio.Future[Reply | Broken]) -> None:
+    if not done.cancelled() and isinstance(ended := done.result(), Broken):
+        _settle(wanting, ended)

@@ -10,23 +10,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from router.exchange import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where connections go."""
+
+    host: str
+    port: int
+    tls: bool
+
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A server that answers requests: `url` is its base, `headers` go with every request (its key, say)."""
+    """A server that answers requests: `url` is its base, `headers` go with every request (its key, say).
+
+    `proof` is raised by whoever proves it anew: an upstream told again with another proof is readmitted.
+    """
 
     id: str
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    proof: int = 0
+    origin: Origin = field(init=False, repr=False, compare=False)
+    base: bytes = field(init=False, repr=False, compare=False)  # of the path, without a '/' at its end
+    head: bytes = field(init=False, repr=False, compare=False)  # the header lines that every request carries
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"url: {self.url!r} of upstream {self.id!r} is no http(s)://host:port")
-
-    def url_of(self, path: str) -> str:
-        """The address of a path that starts with '/'."""
-        return self.url.rstrip("/") + path
+        if not self.id.isprintable() or not self.id.isascii():
+            raise ValueError(f"id: {self.id!r} has characters that no header may carry")
+        tls = parts.scheme == "https"
+        set_ = object.__setattr__
+        set_(self, "origin", Origin(parts.hostname, parts.port or (443 if tls else 80), tls))
+        set_(self, "base", parts.path.rstrip("/").encode())
+        set_(self, "head", header_lines({"Host": parts.netloc, **self.headers}))
 
 
 @dataclass(eq=False, slots=True)
@@ -38,19 +59,14 @@ class Run:
 
     upstream: Upstream
     born: int
-    scope: asyncio.Timeout | None = None
+    exchange: Exchange | None = None
     aborted: bool = False
-
-    @property
-    def timed_out(self) -> bool:
-        """The deadline around it passed, not one inside the transport."""
-        return self.scope is not None and self.scope.expired()
 
     def abort(self) -> None:
         """End it now; its caller runs it again elsewhere."""
         self.aborted = True
-        if self.scope is not None and not self.timed_out:
-            self.scope.reschedule(0)
+        if self.exchange is not None:
+            self.exchange.abort()
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +83,7 @@ class Slots:
     granted: int = 0
     answered: int = 0
     faulted: int = 0
+    freed: asyncio.Event | None = None  # somebody waits for runs to end
 
     @property
     def in_flight(self) -> int:
@@ -102,3 +119,17 @@ class Slots:
         self.faults_in_a_row += 1
         self.healthy = self.faults_in_a_row < eject_after
         return not self.healthy
+
+
+def header_lines(headers: Mapping[str, str]) -> bytes:
+    """Headers as they go over the wire.
+
+    Raises:
+        ValueError: one that would be more, or less, than one header line.
+    """
+    for name, value in headers.items():
+        if not name.isascii() or not name.isprintable() or not name or set(name) & set(' :"(),/;<=>?@[\\]{}'):
+            raise ValueError(f"headers: {name!r} is no header's name")
+        if any(ord(char) < 32 or 126 < ord(char) < 160 or ord(char) > 255 for char in value.replace("\t", " ")):
+            raise ValueError(f"headers: the value of {name!r} has characters that no header may carry")
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")

@@ -9,6 +9,7 @@ waits for it; then all agree that the export failed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ MODEL_FILES = (
     "merges.txt",
 )
 MAX_FILE_BYTES = 2 << 30
+_CHECKED_AT_ONCE = 1 << 20
 _DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16"), "float16": (torch.float16, "F16")}
 
 
@@ -133,6 +135,7 @@ class Exporter:
             try:
                 if fault is None:
                     writer.add_weights(f"{file.name}.safetensors", list(stream.tensors()))
+                    stream.check()
             except (OSError, SnapshotFault) as exc:
                 fault = _told(exc)
             stream.discard()
@@ -182,6 +185,8 @@ class _FileStream:
         self._rules = rules
         self._taken = 0
         self._parts: dict[str, Tensor] = {}
+        self._checking: tuple[str, Future[bool]] | None = None
+        self._checker = ThreadPoolExecutor(1)
 
     def tensors(self) -> Iterator[TensorData]:
         """What the writer is to write; the bytes are made when it asks for them."""
@@ -191,8 +196,19 @@ class _FileStream:
 
     def discard(self) -> None:
         """Take what was not written: other ranks send it in any case."""
+        self._checker.shutdown()
         while self._taken < len(self._rules):
             self._take()
+
+    def check(self) -> None:
+        """Refuse values that are not finite, in the last tensor that was asked for.
+
+        Raises:
+            SnapshotFault: names the tensor.
+        """
+        if self._checking is not None and not self._checking[1].result():
+            name = self._checking[0]
+            raise SnapshotFault(f"{name} holds values that are not finite", field=name)
 
     def _take(self) -> None:
         self._parts = dict(self._exporter.collect(self._rules[self._taken]))
@@ -201,9 +217,9 @@ class _FileStream:
     def _bytes(self, name: str) -> memoryview:
         if name not in self._parts:
             self._take()
+        self.check()
         tensor = self._parts.pop(name).contiguous()
-        if not all_finite(tensor):
-            raise SnapshotFault(f"{name} holds values that are not finite", field=name)
+        self._checking = name, self._checker.submit(all_finite, tensor)  # while it is written
         return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
@@ -229,7 +245,10 @@ def plan_files(architecture: Architecture, limit_bytes: int, writers: Sequence[i
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no value is infinite or not a number: by the sum, which is quick, and one by one where it overflows."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+    parts = torch.split(tensor.view(-1), _CHECKED_AT_ONCE)  # torch makes a float32 copy of what it sums
+    return all(
+        bool(torch.isfinite(part.sum(dtype=torch.float32))) or bool(torch.isfinite(part).all()) for part in parts
+    )
 
 
 def _told(exc: Exception) -> str:

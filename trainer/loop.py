@@ -85,6 +85,7 @@ class Loop:
     def _train_step(self, step: int, training: Training, dataset: Dataset) -> None:
         self.log.write("step_begin", step=step)
         crash_point("in_step", step)
+        crash_point("settled", step, first=self.hook.join if self.hook is not None else None)
         result = training.step(step, dataset)
         self.log.write(
             "step_end", step=step, loss=result.loss, lr=result.rate, grad_norm=result.grad_norm, tokens=result.tokens

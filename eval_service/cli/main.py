@@ -10,7 +10,16 @@ import sys
 
 import typer
 
-from eval_service.cli import checking, commanding, demonstrating, doctoring, draining, reading, serving
+from eval_service.cli import (
+    chaosing,
+    checking,
+    commanding,
+    demonstrating,
+    doctoring,
+    draining,
+    reading,
+    serving,
+)
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
 USAGE, UNREACHABLE, INTERNAL = 2, 4, 5
@@ -41,6 +50,7 @@ app.command("delete")(commanding.delete)
 app.command("check")(checking.check)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
+app.command("chaos")(chaosing.chaos)
 
 
 def exit_code(error: EvalfleetError) -> int:

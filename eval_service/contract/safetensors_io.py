@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +76,18 @@ def write_safetensors(path: Path, tensors: Sequence[TensorData]) -> tuple[FileEn
     """
     header = _header(tensors)
     whole = xxhash.xxh3_128(header)
-    entries: list[TensorEntry] = []
     size = len(header)
-    with path.open("xb") as file:
+    entries = []
+    with path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
         file.write(header)
         for tensor in tensors:
             view = _bytes_of(tensor.data() if callable(tensor.data) else tensor.data)
             if view.nbytes != tensor.size_bytes:
                 raise ValueError(f"{tensor.name} has {view.nbytes} bytes; {tensor.dtype} {tensor.shape} wants others")
-            own = xxhash.xxh3_128()
+            # Beside the write, and done before the next tensor is asked for: no more than one is held.
+            hashed = hashing.submit(_hash_into, whole, view)
             for chunk in _chunks(view):
                 file.write(chunk)
-                own.update(chunk)
-                whole.update(chunk)
             size += view.nbytes
             entries.append(
                 TensorEntry(
@@ -95,12 +95,21 @@ def write_safetensors(path: Path, tensors: Sequence[TensorData]) -> tuple[FileEn
                     dtype=tensor.dtype,
                     shape=tensor.shape,
                     file=path.name,
-                    xxh3_128=own.hexdigest(),
+                    xxh3_128=hashed.result(),
                 )
             )
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(name=path.name, size_bytes=size, xxh3_128=whole.hexdigest()), entries
+
+
+def _hash_into(whole: xxhash.xxh3_128, view: memoryview) -> str:
+    """Hash a tensor's bytes by themselves and into the file's, chunk by chunk, while they are in the cache."""
+    own = xxhash.xxh3_128()
+    for chunk in _chunks(view):
+        own.update(chunk)
+        whole.update(chunk)
+    return own.hexdigest()
 
 
 def read_spans(path: Path) -> list[TensorSpan]:

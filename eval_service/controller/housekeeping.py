@@ -52,7 +52,7 @@ class Housekeeping:
             self._next_scan = now + self._service.scan_interval_s
             self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
-            self._next_leftovers = now + LEFTOVERS_EVERY_S
+            self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
         if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
@@ -144,5 +144,5 @@ class Housekeeping:
         reserved = await self._ledger(self._retention.reserved_runs)
         for place in await self._ledger(self._retention.places):
             found = await asyncio.to_thread(find_leftovers, place.root, place.run)
-            for leftover in plan_leftovers(found, reserved, now=time.time()):
+            for leftover in plan_leftovers(found, reserved, now=time.time(), idle_s=self._service.leftover_idle_s):
                 await asyncio.to_thread(remove_leftover, leftover, place.root)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,13 +82,15 @@ class Family:
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
     children: list[Child] = field(default_factory=list)
 
-    def start(self, name: str, arguments: Sequence[str], *, log: Path, cwd: Path) -> Child:
-        """Start a Python module of this installation with the interpreter that runs us."""
-        with log.open("wb") as sink:
+    def start(
+        self, name: str, arguments: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Child:
+        """Start a Python module of this installation with the interpreter that runs us; `env` is laid over ours."""
+        with log.open("ab") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
                 cwd=cwd,
-                env=self._environment(),
+                env=self._environment() | dict(env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -5,12 +5,14 @@ truly proven or refused. `fake_answers.json` in a model's directory ({prompt: an
 knows. One suite runs against this and against real SGLang (tests/integration/test_engine_contract.py).
 
 The boot comes over standard input: {model, host, port, knobs, api_key, admin_api_key}. `POST /_knobs` (admin key) turns
-knobs at run time.
+knobs at run time; who has no key leaves `<pid>-<any>.json` ({knob, value, times}) in the directory that `orders` names.
+A knob turned so is off again once it has been felt so many times, and each time is a line in `<pid>.felt`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -30,6 +32,7 @@ from eval_service.contract.manifest import Canary, tensors_digest
 from eval_service.contract.safetensors_io import describe_file
 
 ANSWERS = "fake_answers.json"
+_LOOK_S = 0.05
 _OPEN = ("/health", "/ready", "/metrics")
 _NORMAL = ("/generate", "/model_info", "/server_info", "/v1/models")
 
@@ -52,6 +55,7 @@ class Knobs:
     noise: float = 0.0  # nats, added to every log-prob
     checksums: bool = False  # /weights_checker answers, as with CUDA
     stale_samples: bool = False  # /generate tells the label before last
+    orders: str = ""  # a directory to look for orders in
 
     def turn(self, changes: dict[str, Any]) -> None:
         """Set some of them.
@@ -64,6 +68,46 @@ class Knobs:
             if name not in names:
                 raise ValueError(f"no such knob: {name}; there are {sorted(names)}")
             setattr(self, name, value)
+
+
+class Orders:
+    """Knobs turned by files, each for so many times; 0 times takes an order back."""
+
+    def __init__(self, directory: Path, knobs: Knobs) -> None:
+        self._directory = directory
+        self._knobs = knobs
+        self._usual: dict[str, Any] = {}
+        self._left: dict[str, int] = {}
+
+    async def obey(self) -> None:
+        """Look for orders for ever; one is taken by removing its file."""
+        while True:
+            for path in sorted(self._directory.glob(f"{os.getpid()}-*.json")):
+                with contextlib.suppress(FileNotFoundError):  # whoever gave it may have taken it back
+                    order = json.loads(path.read_text())
+                    path.unlink()
+                    self._take(**order)
+            await asyncio.sleep(_LOOK_S)
+
+    def felt(self, knob: str) -> None:
+        """A knob did something; one that was ordered is turned back after its last time."""
+        if knob not in self._left:
+            return
+        with (self._directory / f"{os.getpid()}.felt").open("a") as file:
+            file.write(f"{knob}\n")
+        self._left[knob] -= 1
+        if self._left[knob] <= 0:
+            self._turn_back(knob)
+
+    def _take(self, knob: str, value: Any, times: int) -> None:
+        self._turn_back(knob)
+        if times > 0:
+            self._usual[knob], self._left[knob] = getattr(self._knobs, knob), times
+            self._knobs.turn({knob: value})
+
+    def _turn_back(self, knob: str) -> None:
+        if self._left.pop(knob, None) is not None:
+            self._knobs.turn({knob: self._usual.pop(knob)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +135,11 @@ def fake_canary(tensor_digest: str, rows: Sequence[Sequence[int]]) -> Canary:
         token_ids=tuple(tuple(row) for row in rows),
         logprobs=tuple(fake_logprobs(tensor_digest, row) for row in rows),
     )
+
+
+def fake_text(tensor_digest: str, prompt: str | list[int]) -> str:
+    """What a fake holding those tensors answers to a prompt that its `fake_answers.json` has not."""
+    return hashlib.blake2s(f"{tensor_digest}:{prompt}".encode(), digest_size=4).hexdigest()
 
 
 def read_weights(directory: Path) -> Weights:
@@ -126,6 +175,7 @@ class FakeEngine:
         self._abort = asyncio.Event()
         self._in_flight = 0
         self._updating = asyncio.Lock()
+        self.orders = Orders(Path(self.knobs.orders), self.knobs) if self.knobs.orders else None
 
     def app(self) -> web.Application:
         """The routes."""
@@ -161,13 +211,20 @@ class FakeEngine:
             if request.headers.get("authorization") != f"Bearer {key}":
                 return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path != "/_knobs":
-            if self.knobs.die:
+            if self._bites("die"):
                 os._exit(1)
-            if self.knobs.hang:
+            if self._bites("hang"):
                 await asyncio.Event().wait()
-            if self.knobs.unavailable and not request.path.startswith(_OPEN):
+            if not request.path.startswith(_OPEN) and self._bites("unavailable"):
                 return web.json_response({"error": "unavailable"}, status=503)
         return await handler(request)
+
+    def _bites(self, knob: str) -> bool:
+        """Whether a knob is on, now that it matters."""
+        on = bool(getattr(self.knobs, knob))
+        if on and self.orders is not None:
+            self.orders.felt(knob)
+        return on
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.Response(text="")
@@ -207,9 +264,9 @@ class FakeEngine:
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.knobs.die_on_update:
+        if self._bites("die_on_update"):
             os._exit(1)
-        if self.knobs.refuse_update:
+        if self._bites("refuse_update"):
             return _update_answer(False, "refused by a knob")
         if body.get("abort_all_requests"):
             self._abort_all()
@@ -222,10 +279,10 @@ class FakeEngine:
                 return _update_answer(False, f"Failed to update weights: {exc}.")
             except SnapshotFault:
                 os._exit(1)  # as SGLang: its rollback reads the path that it has just set
-            if not self.knobs.wrong_weights:
+            if not self._bites("wrong_weights"):
                 self._weights = weights
             self._model_path = body["model_path"]
-            if body.get("weight_version") and not self.knobs.stale_label:
+            if body.get("weight_version") and not self._bites("stale_label"):
                 self._labels = [self._labels[-1], body["weight_version"]]
         return _update_answer(True, "Succeeded to update model weights.")
 
@@ -254,10 +311,11 @@ class FakeEngine:
 
     async def _held_up(self) -> bool:
         """Take as long as the knob says; whether it was aborted meanwhile."""
-        if not self.knobs.latency_s:
+        latency_s = self.knobs.latency_s
+        if not self._bites("latency_s"):
             return False
         try:
-            await asyncio.wait_for(self._abort.wait(), self.knobs.latency_s)
+            await asyncio.wait_for(self._abort.wait(), latency_s)
         except TimeoutError:
             return False
         return True
@@ -277,7 +335,7 @@ class FakeEngine:
             "prompt_tokens": len(ids),
             "completion_tokens": len(output),
             "cached_tokens": 0,
-            "weight_version": self._labels[0] if self.knobs.stale_samples else self._labels[-1],
+            "weight_version": self._labels[0] if self._bites("stale_samples") else self._labels[-1],
             "e2e_latency": max(self.knobs.latency_s, 1e-4),
             "request_received_ts": time.time(),
         }
@@ -292,7 +350,7 @@ class FakeEngine:
     def _text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str) and prompt in self._weights.answers:
             return self._weights.answers[prompt]
-        return hashlib.blake2s(f"{self._weights.tensor_digest}:{prompt}".encode(), digest_size=4).hexdigest()
+        return fake_text(self._weights.tensor_digest, prompt)
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[str | list[int]] | None, bool]:
@@ -325,6 +383,8 @@ async def _serve(boot: dict[str, Any]) -> None:
     runner = web.AppRunner(engine.app(), access_log=None, shutdown_timeout=0.0)
     await runner.setup()
     await web.TCPSite(runner, boot["host"], boot["port"]).start()
+    if engine.orders is not None:
+        await engine.orders.obey()
     await asyncio.Event().wait()
 
 

@@ -41,6 +41,8 @@ APPLICATION = "evalfleet"
 MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
 _STOP_S = 5.0
+# A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
+_CONTROLLER_GRACE_S = 2.0
 _QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
 
 
@@ -175,7 +177,9 @@ class PlaceholderDeployment:
 
 def build(settings: Settings) -> Any:
     """Bind the deployments into one application; the gateway is its ingress."""
-    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=10.0).bind(settings)
+    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=_CONTROLLER_GRACE_S).bind(
+        settings
+    )
     groups = [
         found
         for name, group in settings.fleet.groups.items()

@@ -49,7 +49,7 @@ def test_a_resumed_run_evaluates_the_step_it_resumed_from_as_it_was_loaded_also_
     """Killed when step 2 was saved and step 3 already exported; it resumes from 2, so step 2's own weights count."""
     training = Training(live, "resumed", {"train": {"save_interval": 2, "num_steps": 4}, "eval": {"interval": 1}})
     training.settings["eval"] |= {"keep": 10}
-    training.start(**{VARIABLE: "after_publish:3"})
+    training.start(**{VARIABLE: "settled:4"})
     training.finish(code=-signal.SIGKILL)
     cut = len(training.log())
     saved = _manifests(live, "resumed")

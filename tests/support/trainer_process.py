@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +68,17 @@ class TrainerRuns:
         stdout, stderr = self.directory / "stdout.txt", self.directory / "stderr.txt"
         code = self.zygote.launch(argv, {VARIABLE: crash or ""}, stdout, stderr, TIMEOUT_S)
         return Ended(code, stdout.read_text(), stderr.read_text())
+
+    def torchrun(self, *settings: str, ranks: int) -> Ended:
+        """Run the trainer over several ranks, as a user would."""
+        sets = [part for setting in settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        command += ["-m", "trainer.main", "--config", str(self.config), *sets]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=self.directory
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
 
     def log(self) -> list[dict[str, Any]]:
         """Every event so far."""

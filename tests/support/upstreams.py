@@ -35,6 +35,7 @@ class FakeUpstream:
     seen: int = 0
     left: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
 
     @property
     def upstream(self) -> Upstream:
@@ -43,6 +44,7 @@ class FakeUpstream:
     async def answer(self, request: web.Request) -> web.Response:
         await request.read()
         self.headers.append(dict(request.headers))
+        self.queries.append(request.rel_url.raw_query_string)
         self.seen += 1
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)

@@ -15,7 +15,7 @@ from eval_service.contract.errors import BY_CODE
 from eval_service.gateway.app import MAX_BODY_BYTES
 from tests.support.api import Api
 
-# DESIGN's routes, but for those that later issues bring.
+# The routes of the API, but for those that are still to come.
 ROUTES = {
     *("POST /dispatch", "POST /drain", "GET /drains/{id}", "GET /status"),
     *("PUT /runs/{run}", "GET /runs", "GET /runs/{run}", "DELETE /runs/{run}"),

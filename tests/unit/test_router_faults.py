@@ -1,47 +1,24 @@
-"""Every error that aiohttp can raise for a request has its kind."""
+"""Every way in which a connection can end has its kind of fault."""
 
 from __future__ import annotations
 
-import inspect
+import ssl
 
-import aiohttp
+import httptools
 import pytest
-from aiohttp import client_exceptions
+from httptools.parser import errors
 
-from router.faults import TRANSPORT_ERRORS, FaultKind, fault_of
-
-_ALL = [
-    cls
-    for _, cls in inspect.getmembers(client_exceptions, inspect.isclass)
-    if issubclass(cls, aiohttp.ClientError) and cls.__module__ == client_exceptions.__name__
-]
+from router.faults import FaultKind, broken_of
 
 
-@pytest.mark.parametrize("cls", _ALL, ids=lambda cls: cls.__name__)
-def test_every_client_error_of_aiohttp_is_mapped(cls: type[Exception]) -> None:
-    error = _without_arguments(cls)
-    assert isinstance(error, TRANSPORT_ERRORS)
-    assert fault_of("a", error).kind in FaultKind
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_of_the_parser_is_a_fault_of_the_protocol(name: str) -> None:
+    error = getattr(httptools, name)("told")
+    broken = broken_of(error)
+    assert (broken.kind, name in broken.detail) == (FaultKind.PROTOCOL, True)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (aiohttp.ConnectionTimeoutError(), FaultKind.CONNECT),
-        (aiohttp.SocketTimeoutError(), FaultKind.TIMEOUT),
-        (TimeoutError(), FaultKind.TIMEOUT),
-        (aiohttp.ServerDisconnectedError(), FaultKind.DISCONNECTED),
-        (aiohttp.ClientPayloadError("half"), FaultKind.BODY),
-        (ConnectionResetError("reset"), FaultKind.DISCONNECTED),
-    ],
-)
-def test_kinds(error: Exception, kind: FaultKind) -> None:
-    fault = fault_of("a", error)
-    assert (fault.upstream, fault.kind) == ("a", kind)
-    assert type(error).__name__ in str(fault)
-
-
-def _without_arguments(cls: type[Exception]) -> Exception:
-    bare = type(cls.__name__, (cls,), {"__init__": lambda _: None, "__str__": lambda _: "told"})
-    error: Exception = bare()
-    return error
+@pytest.mark.parametrize("error", [None, ConnectionResetError("reset"), BrokenPipeError(), ssl.SSLError("cut")])
+def test_a_connection_that_ends_is_told_apart_by_how_far_the_answer_had_come(error: Exception | None) -> None:
+    assert broken_of(error).kind is FaultKind.DISCONNECTED
+    assert broken_of(error, in_body=True).kind is FaultKind.BODY

@@ -200,7 +200,7 @@ def test_drain_comes_before_teardown_after_an_exception(runs: TrainerRuns, stub:
 def test_drain_comes_before_teardown_after_sigterm(runs: TrainerRuns, stub: StubService) -> None:
     result = runs.launch(crash="in_step:3:term")
     assert result.returncode == 143, result.stderr
-    assert runs.events("stopped", *ORDER)[-6:] == [
+    assert runs.events("stopped", *STEPS)[-6:] == [
         "step_end:3",
         "stopped:3",
         "save:3",

@@ -12,7 +12,9 @@ import pytest
 from eval_service.contract.manifest import read_manifest
 from eval_service.contract.snapshot import describe_directory
 from tests.support.rank_pair import Case, Found, RankPair, rank_pair, run_case
+from tests.support.stub_service import StubService
 from tests.support.tiny_model import build_tiny_model
+from tests.support.trainer_process import TrainerRuns
 from trainer.crash import VARIABLE
 
 pytestmark = pytest.mark.real
@@ -131,3 +133,25 @@ def test_two_ranks_resume_to_the_losses_of_a_run_that_was_never_interrupted(
     rest = pair.run(replace(case, steps=2, resume_at=2, root=str(tmp_path / "b")))[0]
     assert rest.losses == whole.losses[2:]
     assert (rest.published or "").split("/")[-1] == (whole.published or "").split("/")[-1]
+
+
+def test_torchrun_trains_over_two_ranks_and_rank_0_alone_talks_to_the_service(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    result = runs.torchrun("parallel.tensor=2", "eval.interval=1", "train.save_hf=true", ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert stub.steps() == [0, 1, 2, 3, 4]
+    assert len(stub.drains) == 1
+    assert runs.events("drain_end", "teardown") == ["drain_end", "teardown"]
+    assert [path.name.split("-")[0] for path in runs.snapshots()] == ["step_1", "step_2", "step_3", "step_4"]
+    saved = runs.output_dir / "checkpoints"
+    assert {path.name for path in (saved / "step_4").glob("*.pt")} == {"tp00_pp00.pt", "tp01_pp00.pt"}
+    (hf,) = (saved / "hf" / "tiny").glob("step_4-*")
+    assert hf.name == runs.snapshots()[-1].name  # the same content has the same digest, whoever wrote it
+
+
+def test_a_layout_that_the_model_or_the_ranks_do_not_fit_is_refused_by_name(runs: TrainerRuns) -> None:
+    for setting, field in (("parallel.tensor=4", "parallel"), ("parallel.pipeline=5", "parallel")):
+        result = runs.launch(setting)
+        assert result.returncode == 2
+        assert f"{field}: " in result.stderr

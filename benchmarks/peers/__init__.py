@@ -1,0 +1,1 @@
+"""What a user would pick instead of a part of ours, started beside it."""

@@ -1,0 +1,79 @@
+"""The ledger as chaos reads it: straight from the file, never written, so that it tells while no gateway lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, RowMapping, create_engine, select
+from sqlalchemy.exc import DBAPIError
+
+from eval_service.contract.states import ENDS, PointState
+from eval_service.ledger.database import CONTROLLER_AT, EPOCH
+from eval_service.ledger.schema import attempts, meta, points, snapshots
+
+_ENDS = tuple(state.value for state in ENDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """Who acts: the epoch that was taken last, and the one that showed itself last, at Unix seconds."""
+
+    epoch: int
+    shown: int
+    shown_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """All rows that promises are checked against."""
+
+    points: tuple[dict[str, Any], ...]
+    attempts: tuple[dict[str, Any], ...]
+    snapshots: tuple[dict[str, Any], ...]
+
+
+class Records:
+    """A reader of the ledger; what can't be read now is None."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._engine: Engine = create_engine(
+            f"sqlite:///file:{ledger}?mode=ro&uri=true", connect_args={"timeout": 5.0, "check_same_thread": False}
+        )
+
+    def acting(self) -> Acting | None:
+        """Who acts now."""
+        found = {row["key"]: row for row in self._rows(select(meta))}
+        if EPOCH not in found or CONTROLLER_AT not in found:
+            return None
+        shown = found[CONTROLLER_AT]
+        return Acting(int(found[EPOCH]["value"]), int(shown["value"]), shown["at"])
+
+    def in_use(self) -> dict[str, str]:
+        """The directories of snapshots that an open point needs, with the point."""
+        query = select(points.c.id, snapshots.c.path).join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        rows = self._rows(query.where(points.c.state.not_in((*_ENDS, PointState.RESERVED.value))))
+        return {row["path"]: row["id"] for row in rows}
+
+    def open_points(self) -> list[dict[str, Any]]:
+        """Points that have not ended."""
+        return [dict(row) for row in self._rows(select(points).where(points.c.state.not_in(_ENDS)))]
+
+    def everything(self) -> Everything:
+        """All of it."""
+        return Everything(
+            *(tuple(dict(row) for row in self._rows(select(table))) for table in (points, attempts, snapshots))
+        )
+
+    def _rows(self, query: Any) -> Sequence[RowMapping]:
+        try:
+            with self._engine.connect() as connection:
+                return connection.execute(query).mappings().all()
+        except DBAPIError:
+            return []
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()

@@ -1,0 +1,95 @@
+"""The service under test: `evalfleet serve` as a child, started again after it was killed whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eval_service.chaos.victims import Part, Victims
+from eval_service.chaos.watch import wait_until
+from eval_service.chaos.world import World
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import EvalfleetError
+from eval_service.contract.wire import EngineState, EngineView
+from eval_service.demo.processes import Child
+from eval_service.demo.service import HOST, wait_ready
+
+START_S = 150.0
+_DEAD_S = 30.0
+DISABLE = "EVALFLEET_CHAOS_DISABLE"
+_SABOTAGE = Path(__file__).parent / "sabotage"
+
+
+@dataclass(slots=True)
+class Service:
+    """The child, and how it is reached."""
+
+    world: World
+    victims: Victims
+    port: int
+    engines: int
+    scratch: Path  # its TMPDIR: what a kill leaves there is removed with it
+    child: Child | None = None
+    orphans: list[str] = field(default_factory=list)  # what outlived a service that was killed whole
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self, client: EvalClient) -> None:
+        """Start it, and wait until a controller acts and the engines serve."""
+        files = ["--fleet", "fleet.toml", "--suites", "suites.toml"]
+        self.child = self.victims.family.start(
+            "the service",
+            ["eval_service.cli.main", "serve", *files, "--host", HOST, "--port", str(self.port)],
+            log=self.world.logs / "service.log",
+            cwd=self.world.out,
+            env=self._environment(),
+        )
+        wait_ready(self.child, client, timeout_s=START_S)
+        wait_until(lambda: self.ready_engines(client) >= self.engines, START_S)
+
+    def kill(self, client: EvalClient) -> bool:
+        """SIGKILL to the command that started everything; when all is gone, start it again."""
+        assert self.child is not None
+        os.kill(self.child.process.pid, signal.SIGKILL)
+        self.child.process.wait()
+        ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.PROXY, Part.SUPERVISOR, Part.ENGINE]
+        if not wait_until(lambda: not any(self.victims.find(part) for part in ours), _DEAD_S):
+            left = [(part, process.pid) for part in ours for process in self.victims.find(part)]
+            self.orphans += [f"{part.name.lower()} {pid} outlived the service" for part, pid in left]
+        self.start(client)
+        return True
+
+    def views(self, client: EvalClient) -> list[EngineView]:
+        """The engines as the service shows them; none while it can't."""
+        with suppress(EvalfleetError):
+            return [engine for group in client.fleet().groups for engine in group.engines]
+        return []
+
+    def ready_engines(self, client: EvalClient) -> int:
+        """How many engines serve."""
+        assert self.child is not None
+        self.child.must_run()
+        return sum(view.state in (EngineState.READY, EngineState.PINNING) for view in self.views(client))
+
+    def stop(self) -> list[str]:
+        """SIGTERM, and what did not end by itself."""
+        left = self.victims.family.end(grace_s=60.0, linger_s=20.0)
+        deadline = time.monotonic() + 5.0
+        while self.victims.family.members() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _environment(self) -> Mapping[str, str]:
+        env = {"TMPDIR": str(self.scratch)}
+        if os.environ.get(DISABLE):  # the kit's own test: a part of the service is switched off
+            paths = [str(_SABOTAGE), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return env
