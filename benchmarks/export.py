@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def measure_copy(b: Bench) -> dict[str, Any]:
     clone = [b.timed(source.clone) for _ in range(3)]
     near = HostBuffer(b.training.model.owned(), source.dtype, near=True)
     copies = [b.timed(lambda: near.copy(b.training.model.owned())) for _ in range(2 * b.rounds + 1)][1:]
-    figures = {
+    figures: dict[str, Any] = {
         "bytes": b.exporter.buffer.size_bytes,
         "device_buffer_copy_s": statistics.median(copies),
         "bare_copy_s": statistics.median(bare[1:]),
@@ -202,7 +203,7 @@ def measure_publish(b: Bench) -> dict[str, Any]:
         shutil.rmtree(published.path)
         os.sync()
     largest = max(entry.size_bytes for entry in published.manifest.files)
-    figures = {
+    figures: dict[str, Any] = {
         "publish_s": statistics.median(ours),
         "raw_write_fsync_s": statistics.median(raw),
         "publish_mb_per_s": size / statistics.median(ours) / 1e6,
@@ -266,7 +267,7 @@ def measure_save_pretrained(b: Bench) -> dict[str, Any]:
 
 def measure_dcp(b: Bench) -> dict[str, Any]:
     """torch.distributed.checkpoint, asynchronously: what the step waits for, and all of it."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     blocked, total = [], []
     group = torch.distributed.new_group(backend="gloo")
@@ -274,7 +275,8 @@ def measure_dcp(b: Bench) -> dict[str, Any]:
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            future = checkpoint.async_save(b.params(), checkpoint_id=str(b.disk / f"dcp{number}"), process_group=group)
+            saved = str(b.disk / f"dcp{number}")
+            future: Any = async_save(b.params(), checkpoint_id=saved, process_group=group)
         blocked.append(time.perf_counter() - began)
         future.result()
         total.append(time.perf_counter() - began)
@@ -291,7 +293,7 @@ def _dataset(b: Bench, length: int) -> Dataset:
 def measure_steps(b: Bench, snapshots: Path | None) -> dict[str, Any]:
     """Training steps without an export and with one behind them; the last two steps are published."""
     dataset = _dataset(b, 512 if b.ranks.device.type == "cuda" else 32)
-    plain = [b.timed(lambda step=step: b.training.step(step, dataset)) for step in range(1, 7)][2:]
+    plain = [b.timed(partial(b.training.step, step, dataset)) for step in range(1, 7)][2:]
     behind, taken = [], []
     for step in (7, 8):
         root = snapshots or b.disk / "root"
@@ -300,8 +302,8 @@ def measure_steps(b: Bench, snapshots: Path | None) -> dict[str, Any]:
         staged = b.stager.stage(writer, 600.0)
         assert staged is not None
         taken.append(time.perf_counter() - began - staged.canary_s)
-        b.stager.submit(lambda writer=writer, canary=staged.canary: _publish(b, writer, canary))
-        behind.append(b.timed(lambda step=step: b.training.step(step, dataset)))
+        b.stager.submit(partial(_publish, b, writer, staged.canary))
+        behind.append(b.timed(partial(b.training.step, step, dataset)))
     b.stager.background.join(60.0)
     figures: dict[str, Any] = {
         "step_s": statistics.median(plain),

@@ -127,7 +127,8 @@ def write_data(work: Path, plan: dict[str, Any], tokenizer: Any) -> None:
     from eval_service.demo.tasks import TASKS, is_held_out
 
     rng = random.Random(0)
-    train, asked = [], {}
+    train: list[tuple[str, str]] = []
+    asked: dict[str, str] = {}
     while len(train) < plan["num_steps"] * plan["batch"] or len(asked) < plan["examples"]:
         question, answer = TASKS["upper"](rng)
         if is_held_out(question):
@@ -345,7 +346,7 @@ async def _pins(server: Any, first: Path, second: Path, work: Path) -> list[dict
     server.pinner.held = None
     for number in range(6):
         snapshot = second if number % 2 == 0 else first
-        fields = {
+        fields: dict[str, Any] = {
             "snapshot": str(snapshot),
             "manifest": read_manifest(snapshot),
             "weight_version": f"pin{number}",
