@@ -231,7 +231,10 @@ class Intents:
     def _inside_roots(self, path: str, field: str) -> Path:
         if "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"{path!r} is no absolute path", field=field)
-        resolved = Path(path).resolve()
+        try:
+            resolved = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as exc:  # a loop of links, or a name that can't be one
+            raise InvalidRequest(f"{path!r} can't be resolved", field=field) from exc
         if not any(resolved.is_relative_to(root) for root in self._bounds.roots):
             raise InvalidRequest(
                 f"{path} lies outside the service's roots",

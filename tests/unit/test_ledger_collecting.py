@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.names import DISPATCH, samples_file
+from eval_service.contract.names import DISPATCH, samples_file, trash_name
+from eval_service.contract.outbox import Outbox
 from eval_service.contract.snapshot import Published
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.fleet_config import ServiceConfig
+from eval_service.gc.collect import Collected, collect
+from eval_service.gc.plan import Deletion
 from eval_service.ledger.moves import Facts
 from tests.support.ledger import Ledger, result
-from tests.support.tiny_snapshots import lay_out, publish, tiny
+from tests.support.tiny_snapshots import lay_out, publish, request, tiny
 
 S = PointState
 
@@ -163,3 +166,54 @@ def test_a_deleted_run_is_not_forgotten_while_a_snapshot_could_not_be_deleted(
         tend(ledger, lambda: tries >= 3)
         assert ledger.views.run("r1").state == "deleting"
     tend(ledger, lambda: not ours.path.exists())
+
+
+def test_one_runs_unusable_directory_keeps_no_other_run_from_the_scan_or_the_sweep(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.put_run("a-too-deep", root=str(ledger.root.joinpath(*["d" * 200] * 25)))
+    ledger.put_run("b-link")
+    (ledger.root / "b-link").symlink_to(ledger.base)
+    unsent = export(ledger, 7)
+    trash = ledger.root / "r1" / trash_name("0" * 32)
+    trash.mkdir()
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: ledger.states() and not trash.exists())
+    assert [point.step for point in ledger.views.points(run="r1").points] == [7]
+    assert unsent.path.is_dir()
+    assert "run a-too-deep" in caplog.text
+
+
+def test_an_outbox_request_whose_path_is_a_loop_of_links_hinders_no_other(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ledger.root / "loop"
+    loop.symlink_to(loop)
+    bad = request("r1", 1, snapshot=str(loop / "base"), source="caller", digest=None)
+    kept = Outbox.of(ledger.root, "r1").put(bad)
+    export(ledger, 7)
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, ledger.states)
+    assert [point.step for point in ledger.views.points(run="r1").points] == [7]
+    assert kept.is_file()
+    assert "can't be resolved" in caplog.text
+
+
+def test_a_deletion_that_the_file_system_refuses_keeps_no_other_from_being_done(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = export(ledger, 1), export(ledger, 2)
+    for published in (first, second):
+        done(ledger, published, 0.1)
+    done(ledger, export(ledger, 3), 0.9)
+
+    def but_for_the_first(deletion: Deletion, root: Path) -> Collected:
+        if deletion.step == 1:
+            raise OSError("it is away")
+        return collect(deletion, root)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect", but_for_the_first)
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: not second.path.exists())
+    assert first.path.is_dir()
+    assert "step 1 of r1" in caplog.text
