@@ -350,6 +350,7 @@ class _Acting:
             weight_version=f"{point.digest[:8]}.{point.id}.{number}",
             timeout_s=self._service.pin_timeout_s,
             visibility_timeout_s=self._service.visibility_timeout_s,
+            roots=tuple(str(root) for root in self._service.roots),
         )
         wake = self._lane_parts.on_change
         pinner = Pinner(self.fleet, order, self._restart_timeout_s, on_trouble=wake, clock=self._clock)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ def test_a_good_pin_ends_what_is_in_flight_loads_reads_back_and_gives_evidence(w
     assert (evidence.weight_version, evidence.canary_diff, evidence.fingerprint_kind) == ("label", 0.0, "logprobs")
     assert world.pin(world.b).fingerprint != evidence.fingerprint
     assert world.pin(world.a).fingerprint == evidence.fingerprint
+
+
+def test_what_has_come_to_lie_outside_the_roots_since_the_checks_is_not_loaded(world: World, tmp_path: Path) -> None:
+    roots = (str(tmp_path),)
+    world.pin(world.b, roots=roots)
+    world.api.calls.clear()
+    weights = next(world.a.path / entry.name for entry in world.a.manifest.files if "safetensors" in entry.name)
+    weights.rename(tmp_path / "elsewhere")
+    with TemporaryDirectory() as outside:
+        moved = Path(outside) / weights.name
+        moved.write_bytes((tmp_path / "elsewhere").read_bytes())
+        weights.symlink_to(moved)
+        assert world.failure(world.a, roots=roots).error is PinError.REFUSED
+        world.a.path.rename(Path(outside) / "a")
+        world.a.path.symlink_to(Path(outside) / "a")
+        assert "outside the allowed roots" in world.failure(world.a, roots=roots).detail
+    assert world.api.calls == []
 
 
 def test_with_cuda_the_fingerprint_is_the_parameters_checksum(tmp_path: Path) -> None:
