@@ -38,8 +38,7 @@ def drain(
         log.write("export_abandoned", detail="an export was still being written at the drain's deadline")
     log.write("drain_begin", planned=len(hook.planned))
     link.stop()
-    for path in link.outbox.unreadable():
-        log.write("outbox_unreadable", path=str(path))
+    _quietly(lambda: [log.write("outbox_unreadable", path=str(path)) for path in link.outbox.unreadable()], log)
     started_at = time.time()
     try:
         _flush_until(link.flush, until, clock)
@@ -50,7 +49,7 @@ def drain(
             on_timeout=section.on_timeout,
             on_progress=on_progress,
         )
-        link.outbox.drop(link.outbox.directory / names.RECEIPT)
+        _quietly(lambda: link.outbox.drop(link.outbox.directory / names.RECEIPT), log)
     except EvalfleetError as exc:
         log.write("service_away", detail=str(exc))
         receipt = _own_receipt(hook, started_at, section.drain_timeout_s)
@@ -73,7 +72,7 @@ def _flush_until(flush: Callable[[], bool], until: float, clock: Callable[[], fl
 
 
 def _own_receipt(hook: EvalHook, started_at: float, timeout_s: float) -> Receipt:
-    kept = {(request.step, suite) for _, request in hook.link.outbox.pending() for suite in request.suites or ()}
+    kept = {(request.step, suite) for _, request in hook.link.pending() for suite in request.suites or ()}
     skipped = {(entry.step, entry.suite) for entry in hook.skipped}
     unknown = [entry for entry in hook.planned if (entry.step, entry.suite) not in kept | skipped]
     return Receipt(
@@ -100,8 +99,8 @@ def _counts(receipt: Receipt) -> dict[str, int]:
     return {name: len(getattr(receipt, name)) for name in what}
 
 
-def _quietly(write: Callable[[], object], log: StepLog) -> None:
+def _quietly(work: Callable[[], object], log: StepLog) -> None:
     try:
-        write()
+        work()
     except OSError as exc:
         log.write("receipt_failed", detail=str(exc))
