@@ -15,10 +15,12 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from eval_service.contract.errors import ConfigError
+from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.fleet_config import FleetConfig, load_fleet
 from eval_service.serve.settings import Settings, check
 
@@ -38,6 +40,7 @@ def serve_forever(
 
     Raises:
         ConfigError: what can't work is refused before Ray is started.
+        Unavailable: Ray has died, and the application with it.
     """
     fleet = _overridden(load_fleet(fleet_path), host, port)
     if address is not None:
@@ -65,7 +68,7 @@ def serve_forever(
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
-        stop.wait()
+        _stay(stop, ray.nodes)
         print("evalfleet: stopping", flush=True)
         serve.delete(APPLICATION)
         if address is None:
@@ -74,6 +77,17 @@ def serve_forever(
         ray.shutdown()
         if temp_dir is not None:
             shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]], *, look_s: float = 5.0) -> None:
+    """Wait to be told to stop; without Ray there is nothing to stay for, and whoever watches this process restarts it.
+
+    Raises:
+        Unavailable: no node of the cluster is alive.
+    """
+    while not stop.wait(look_s):
+        if not any(node["Alive"] for node in nodes()):
+            raise Unavailable("Ray has died, and the service with it", hint="start it again: what was queued goes on")
 
 
 def _overridden(fleet: FleetConfig, host: str | None, port: int | None) -> FleetConfig:

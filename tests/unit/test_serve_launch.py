@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from eval_service.serve.launch import _make_token
+from eval_service.contract.errors import Unavailable
+from eval_service.serve.launch import _make_token, _stay
 
 FLEET = """
 [service]
@@ -65,3 +67,12 @@ def test_a_clusters_token_is_its_own_and_no_second_service_replaces_it(
         tokens.append((path, path.read_text()))
     assert [path.read_text() for path, _ in tokens] == [token for _, token in tokens]
     assert tokens[0][1] != tokens[1][1]
+
+
+def test_the_command_ends_with_an_error_once_ray_has_died_and_without_one_when_told_to_stop() -> None:
+    looks = iter(([{"Alive": False}, {"Alive": True}], [{"Alive": False}]))
+    with pytest.raises(Unavailable, match="Ray has died"):
+        _stay(threading.Event(), lambda: next(looks), look_s=0.0)
+    told = threading.Event()
+    told.set()
+    _stay(told, list)
