@@ -231,7 +231,8 @@ class _Acting:
         self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
         bounds = Bounds(self._service.roots, parts.suites.keys())
         retention = Retention(parts.database, moves.epoch)
-        self._housekeeping = Housekeeping(self._service, Intents(parts.database, bounds), retention, ledger)
+        intents = Intents(parts.database, bounds)
+        self._housekeeping = Housekeeping(self._service, intents, retention, ledger, loading=self.fleet.loading)
 
     def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""

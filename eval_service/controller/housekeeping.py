@@ -29,10 +29,23 @@ AGAIN_S = 10.0  # after something that the file system or the ledger would not h
 
 
 class Housekeeping:
-    """Scans and deletes."""
+    """Scans and deletes.
 
-    def __init__(self, service: ServiceConfig, intents: Intents, retention: Retention, ledger: LedgerThread) -> None:
+    Args:
+        loading: directories that engines load now, for a point or to find out what an engine is worth.
+    """
+
+    def __init__(
+        self,
+        service: ServiceConfig,
+        intents: Intents,
+        retention: Retention,
+        ledger: LedgerThread,
+        *,
+        loading: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self._service = service
+        self._loading = loading
         self._intents = intents
         self._retention = retention
         self._ledger = ledger
@@ -120,7 +133,7 @@ class Housekeeping:
         rows = await self._ledger(self._retention.on_storage)
         refused = set()
         for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
-            if not await self._ledger(self._retention.claim, deletion.id):
+            if not await self._ledger(self._retention.claim, deletion.id) or deletion.path in self._loading():
                 self._collect = True  # somebody came to need it, or may: look again
                 continue
             try:

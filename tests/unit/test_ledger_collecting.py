@@ -35,13 +35,13 @@ def ledger(tmp_path: Path) -> Ledger:
     return ledger
 
 
-def tend(ledger: Ledger, until: Callable[[], object]) -> None:
+def tend(ledger: Ledger, until: Callable[[], object], *, loading: Callable[[], frozenset[str]] = frozenset) -> None:
     """Let the housekeeping run until something is so."""
 
     async def work() -> None:
         thread = LedgerThread()
         service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
-        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread)
+        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread, loading=loading)
         async with asyncio.timeout(30):
             while not until():
                 keeping.something_settled()
@@ -84,6 +84,21 @@ def test_what_settled_goes_and_the_best_the_held_and_the_needed_stay(ledger: Led
     send(ledger, needed)
     tend(ledger, lambda: ledger.snapshot(3)["deleted_at"] is not None)
     assert [p.path.exists() for p in (best, held, plain, needed)] == [True, True, False, True]
+
+
+def test_what_an_engine_loads_now_stays_until_it_is_done(ledger: Ledger) -> None:
+    """With `keep` 0, say, and an engine in doubt that is given its last good snapshot once more."""
+    probed = export(ledger, 1)
+    done(ledger, probed, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    asked: list[bool] = []
+
+    def loading() -> frozenset[str]:
+        asked.append(probed.path.is_dir())
+        return frozenset({str(probed.path)} if len(asked) < 3 else ())
+
+    tend(ledger, lambda: not probed.path.exists(), loading=loading)
+    assert asked == [True, True, True]
 
 
 def test_a_refused_export_goes_with_its_nonce(ledger: Ledger) -> None:
