@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eval_service.contract import names
 from eval_service.contract.errors import EvalfleetError
+from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import EndedPoint, PlannedPoint, Receipt
 from trainer.eval_hook import EvalHook
@@ -38,7 +39,7 @@ def drain(
         log.write("export_abandoned", detail="an export was still being written at the drain's deadline")
     log.write("drain_begin", planned=len(hook.planned))
     link.stop()
-    _quietly(lambda: [log.write("outbox_unreadable", path=str(path)) for path in link.outbox.unreadable()], log)
+    _quietly(lambda: _tell_unreadable(link.outbox, log), log)
     started_at = time.time()
     try:
         _flush_until(link.flush, until, clock)
@@ -69,6 +70,11 @@ def _flush_until(flush: Callable[[], bool], until: float, clock: Callable[[], fl
     never = threading.Event()
     while not flush() and clock() < until:
         never.wait(min(RETRY_S, max(0.0, until - clock())))
+
+
+def _tell_unreadable(outbox: Outbox, log: StepLog) -> None:
+    for path in outbox.unreadable():
+        log.write("outbox_unreadable", path=str(path))
 
 
 def _own_receipt(hook: EvalHook, started_at: float, timeout_s: float) -> Receipt:
