@@ -253,12 +253,12 @@ def check_place(order: PinOrder) -> None:
 
 
 def mean_abs_diff(wanted: Sequence[Sequence[float]], seen: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference over all entries; infinite where shapes differ or a number is not finite."""
+    """Mean absolute difference over all entries; infinite where shapes differ, there is none, or one is not finite."""
     if [len(row) for row in wanted] != [len(row) for row in seen]:
         return math.inf
     diffs = [abs(a - b) for left, right in zip(wanted, seen, strict=True) for a, b in zip(left, right, strict=True)]
     total = math.fsum(diffs) if all(math.isfinite(diff) for diff in diffs) else math.inf
-    return total / len(diffs)
+    return total / len(diffs) if diffs else math.inf
 
 
 def hash_logprobs(rows: Sequence[Sequence[float]]) -> str:

@@ -236,3 +236,7 @@ def test_numbers_that_are_not_finite_or_not_there_are_infinitely_wrong() -> None
     assert mean_abs_diff([[1.0]], [[math.nan]]) == math.inf
     assert mean_abs_diff([[1.0]], [[1.0, 2.0]]) == math.inf
     assert mean_abs_diff([[1.0, 2.0]], [[1.5, 2.0]]) == 0.25
+
+
+def test_a_difference_over_nothing_is_no_proof() -> None:
+    assert mean_abs_diff([[]], [[]]) == math.inf
