@@ -1,8 +1,8 @@
 """How quickly the service answers and recovers: `python -m benchmarks.service [--quick] [--json]`.
 
 The service is the real one (`evalfleet serve`, engines of the grade `fake`) over a ledger that holds 10,000 points of
-100 runs. A dispatch is what a training step waits for: a reservation. A recovery is over when a controller of a later epoch
-has shown itself in the ledger.
+100 runs. A dispatch is what a training step waits for: a reservation. A recovery is over when a controller of a later
+epoch has shown itself in the ledger.
 """
 
 from __future__ import annotations

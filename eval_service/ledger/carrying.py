@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import RowMapping, select, update
+from sqlalchemy import Connection, RowMapping, select, update
 
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import OnTimeout
@@ -64,12 +65,17 @@ def end_deleted_runs(turn: Turn) -> int:
     return _cancel_open(turn, points.c.run.in_(gone), Reason.RUN_DELETED, "")
 
 
-def abort_overdue_drains(turn: Turn) -> int:
-    """Cancel what is left of runs whose drain asked for that at its deadline; returns how many drains."""
+def overdue_drains(connection: Connection, now: float) -> Sequence[RowMapping]:
+    """Drains whose time is up, that asked for an abort by then and had none yet."""
     # One that was drained in time is over; what a gateway closed unaborted, with no controller there, is not.
     unended = drains.c.ended_at.is_(None) | (drains.c.ended_at >= drains.c.deadline)
-    overdue = select(drains).where(drains.c.deadline <= turn.now, drains.c.on_timeout == OnTimeout.ABORT, unended)
-    rows = turn.connection.execute(overdue.where(drains.c.aborted_at.is_(None))).mappings().all()
+    overdue = select(drains).where(drains.c.deadline <= now, drains.c.on_timeout == OnTimeout.ABORT, unended)
+    return connection.execute(overdue.where(drains.c.aborted_at.is_(None))).mappings().all()
+
+
+def abort_overdue_drains(turn: Turn) -> int:
+    """Cancel what is left of runs whose drain asked for that at its deadline; returns how many drains."""
+    rows = overdue_drains(turn.connection, turn.now)
     for drain in rows:
         # A dispatch after the deadline reopened the run: it is none of this drain's.
         of_it = (points.c.run == drain["run"]) & (points.c.created_at <= drain["deadline"])
