@@ -99,6 +99,9 @@ class Moves:
 
     def take_intents(self, *, reservation_timeout_s: float) -> int:
         """Carry out what gateways wrote: arrivals, commands, deletions, unused reservations. Returns how many."""
+        with self._db.looking(self.epoch) as connection:  # most looks find nothing
+            if not carrying.is_asked(connection, self._db.clock(), reservation_timeout_s):
+                return 0
         with self._turn() as turn:
             done = carrying.take_arrivals(turn)
             done += carrying.take_commands(turn)
