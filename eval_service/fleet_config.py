@@ -99,6 +99,8 @@ class GroupConfig(Section):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"urls: {url!r} is no http(s)://host:port")
+            if parts.username or parts.password:  # it would be shown by /fleet
+                raise ValueError("urls: one holds credentials; name the variable that holds the key with api_key_env")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: one is named twice")
 

@@ -1,6 +1,8 @@
-"""The one copy that a step waits for: parameters into a buffer of host memory that was allocated before training.
+"""The one copy that a step waits for: parameters into a buffer that was allocated before training.
 
-Invariant: the buffer is pinned where there is CUDA and touched once everywhere, so that no step pays for its pages.
+Invariant: what is written comes from host memory, pinned where there is CUDA and touched once everywhere, so that no
+step pays for its pages. With `near` the step's copy goes to the parameters' own device, which is quicker, and the way
+to the host is taken behind.
 """
 
 from __future__ import annotations
@@ -13,35 +15,57 @@ from torch import Tensor
 
 
 class HostBuffer:
-    """Room for tensors of these names and shapes, in one dtype."""
+    """Room for tensors of these names and shapes, in one dtype.
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    Args:
+        near: hold a second copy on the tensors' device, which is what `copy` fills.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, near: bool = False) -> None:
         total = sum(tensor.numel() for tensor in tensors.values())
-        self.on_device = any(tensor.is_cuda for tensor in tensors.values())
-        self.flat = torch.empty(total, dtype=dtype, pin_memory=self.on_device)
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        self.on_gpu = device.type == "cuda"
+        self.flat = torch.empty(total, dtype=dtype, pin_memory=self.on_gpu)
         self.flat.zero_()
         self.views = _views(self.flat, tensors)
+        self._near = torch.zeros(total, dtype=dtype, device=device) if near else None
+        self._filled = self.views if self._near is None else _views(self._near, tensors)
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that it takes."""
+        """Host memory that it takes; with `near`, so much of the device's too."""
         return self.flat.numel() * self.flat.element_size()
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors as they are now; when this returns they may change."""
-        for name, view in self.views.items():
-            tensor = tensors[name]
-            if self.on_device:
-                # Converted where it lies: the way to pinned memory is taken once, by the bytes that are kept.
-                view.copy_(tensor.to(view.dtype), non_blocking=True)
-            elif tensor.dtype is view.dtype and tensor.is_contiguous():
-                # torch would gather its threads for each of hundreds of tensors; one memmove fills the memory bus.
-                ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
-            else:
-                view.copy_(tensor)
-        if self.on_device:
+        if self.on_gpu:
+            # Converted where they lie: the way to pinned memory is taken once, by the bytes that are kept.
+            for name, view in self._filled.items():
+                view.copy_(tensors[name].to(view.dtype), non_blocking=True)
             torch.cuda.current_stream().synchronize()
+            return
+        for name, view in self._filled.items():
+            _copy_on_host(view, tensors[name])
+
+    def settle(self) -> None:
+        """Bring what was copied to the host; `views` hold it then. Runs behind, beside training."""
+        if self._near is None:
+            return
+        if not self.on_gpu:
+            self.flat.copy_(self._near)
+            return
+        with torch.cuda.device(self._near.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self.flat.copy_(self._near, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+
+def _copy_on_host(view: Tensor, tensor: Tensor) -> None:
+    if tensor.dtype is view.dtype and tensor.is_contiguous():
+        # torch would gather its threads for each of hundreds of tensors; one memmove fills the memory bus.
+        ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
+    else:
+        view.copy_(tensor)
 
 
 def _views(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

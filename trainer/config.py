@@ -126,6 +126,10 @@ class EvalSection(Section):
     max_engines: int | None = Field(default=None, ge=1)
     skip_eval_before_train: bool = False
     reserve_timeout_s: float = Field(default=600.0, ge=0, description="how long backpressure may hold a step")
+    buffer: Literal["host", "device"] = Field(
+        default="host",
+        description="where the step's copy of the weights goes; `device` waits less and takes device memory too",
+    )
     buffer_timeout_s: float = Field(
         default=60.0, ge=0, description="how long a step may wait for the last export to leave the buffer"
     )

@@ -2,7 +2,8 @@
 
 `EVALFLEET_TRAINER_CRASH_AT=place:step[:how]`, with `how` one of `kill` (SIGKILL, the default), `term` (SIGTERM) and
 `raise`; the variable is unset outside tests. Places: after_save, after_reserve, after_publish, after_dispatch,
-in_step, in_export, and settled: in a step, once everything that was exported before it is handed over.
+in_step, in_export, and settled: in a step, once everything that was exported before it is handed over (so it is at
+after_save too).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eval_service.contract import names
 from eval_service.contract.errors import EvalfleetError
+from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import EndedPoint, PlannedPoint, Receipt
 from trainer.eval_hook import EvalHook
@@ -38,8 +39,7 @@ def drain(
         log.write("export_abandoned", detail="an export was still being written at the drain's deadline")
     log.write("drain_begin", planned=len(hook.planned))
     link.stop()
-    for path in link.outbox.unreadable():
-        log.write("outbox_unreadable", path=str(path))
+    _quietly(lambda: _tell_unreadable(link.outbox, log), log)
     started_at = time.time()
     try:
         _flush_until(link.flush, until, clock)
@@ -50,7 +50,7 @@ def drain(
             on_timeout=section.on_timeout,
             on_progress=on_progress,
         )
-        link.outbox.drop(link.outbox.directory / names.RECEIPT)
+        _quietly(lambda: link.outbox.drop(link.outbox.directory / names.RECEIPT), log)
     except EvalfleetError as exc:
         log.write("service_away", detail=str(exc))
         receipt = _own_receipt(hook, started_at, section.drain_timeout_s)
@@ -72,8 +72,13 @@ def _flush_until(flush: Callable[[], bool], until: float, clock: Callable[[], fl
         never.wait(min(RETRY_S, max(0.0, until - clock())))
 
 
+def _tell_unreadable(outbox: Outbox, log: StepLog) -> None:
+    for path in outbox.unreadable():
+        log.write("outbox_unreadable", path=str(path))
+
+
 def _own_receipt(hook: EvalHook, started_at: float, timeout_s: float) -> Receipt:
-    kept = {(request.step, suite) for _, request in hook.link.outbox.pending() for suite in request.suites or ()}
+    kept = {(request.step, suite) for _, request in hook.link.pending() for suite in request.suites or ()}
     skipped = {(entry.step, entry.suite) for entry in hook.skipped}
     unknown = [entry for entry in hook.planned if (entry.step, entry.suite) not in kept | skipped]
     return Receipt(
@@ -100,8 +105,8 @@ def _counts(receipt: Receipt) -> dict[str, int]:
     return {name: len(getattr(receipt, name)) for name in what}
 
 
-def _quietly(write: Callable[[], object], log: StepLog) -> None:
+def _quietly(work: Callable[[], object], log: StepLog) -> None:
     try:
-        write()
+        work()
     except OSError as exc:
         log.write("receipt_failed", detail=str(exc))

@@ -304,7 +304,7 @@ class EvalHook:
         return Ticket(request, waiting)
 
     def _grant_itself(self, request: DispatchRequest) -> Ticket | None:
-        unsent = {kept.reservation for _, kept in self.link.outbox.pending()} | self.granted
+        unsent = {kept.reservation for _, kept in self.link.pending()} | self.granted
         if not request.force and len(unsent) >= self.config.eval.max_in_flight:
             self.skipped += [PlannedPoint(step=request.step, suite=suite) for suite in request.suites or ()]
             self.log.write("eval_skipped", step=request.step, reason=Reason.BUSY)
@@ -317,8 +317,8 @@ class EvalHook:
         try:
             reply = self.link.client.dispatch(request)
         except Unavailable as exc:
-            self.link.keep(request.model_copy(update={"deferred": True}))
             self.granted.discard(request.reservation)
+            self.link.keep(request.model_copy(update={"deferred": True}))
             self.log.write("eval_deferred", step=request.step, detail=str(exc))
             return
         except EvalfleetError as exc:

@@ -70,7 +70,13 @@ class Exporter:
     """Writes what the model holds; the files beside the weights come from the base model's directory."""
 
     def __init__(
-        self, model: Model, hf_path: Path, *, with_canary: bool = True, max_file_bytes: int = MAX_FILE_BYTES
+        self,
+        model: Model,
+        hf_path: Path,
+        *,
+        with_canary: bool = True,
+        near: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self._model = model
         self._hf_path = hf_path
@@ -80,7 +86,7 @@ class Exporter:
         self._slices = self._who_holds_what()
         writers = sorted({held.rank for slices in self._slices.values() for held in slices})
         self._plan = plan_files(model.architecture, max_file_bytes, writers)
-        self.buffer = HostBuffer(model.owned(), self._dtype)
+        self.buffer = HostBuffer(model.owned(), self._dtype, near=near)
 
     def stage(self) -> None:
         """As `Weights.stage`."""
@@ -123,9 +129,10 @@ class Exporter:
         """Write this rank's files and send its slices to the others' writers; what went wrong, or None."""
         fault: str | None = None
         try:
+            self.buffer.settle()
             writer.partial.mkdir(parents=True, exist_ok=True)
             crash_point("in_export", writer.step)
-        except OSError as exc:
+        except (OSError, RuntimeError) as exc:  # RuntimeError: as CUDA has it
             fault = _told(exc)
         for file in self._plan:
             if file.writer != self._channel.rank:

@@ -141,7 +141,7 @@ class Saver:
             self._save_hf(step)
         path = self.training.save(step, self.store)
         self.log.write("save", step=step, path=str(path), save_s=self.clock() - started)
-        crash_point("after_save", step)
+        crash_point("after_save", step, first=self.stager.background.join)
 
     def _save_hf(self, step: int) -> None:
         with self.stager.led():

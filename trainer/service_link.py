@@ -1,12 +1,13 @@
 """The trainer's side of the service: announces the run, tells progress, and sends what was kept while it was away.
 
-Invariant: nothing here raises for a service that is away, answers late or answers with an error; what could not be sent
-is in the outbox, and what was refused is in the step log.
+Invariant: nothing here raises for a service that is away, answers late or answers with an error, nor for an outbox that
+can't be read; what could not be sent is in the outbox, and what was refused is in the step log.
 """
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, Unavailable
@@ -74,7 +75,15 @@ class ServiceLink:
 
     def unsent(self) -> int:
         """Snapshots in the outbox."""
-        return sum(1 for _ in self.outbox.pending())
+        return len(self.pending())
+
+    def pending(self) -> list[tuple[Path, DispatchRequest]]:
+        """What is in the outbox, oldest step first; nothing while shared storage is away."""
+        try:
+            return list(self.outbox.pending())
+        except OSError as exc:
+            self._log.write("outbox_away", detail=str(exc))
+            return []
 
     def flush(self) -> bool:
         """Send whatever is waiting; tells whether nothing is left."""
@@ -82,9 +91,9 @@ class ServiceLink:
             try:
                 self._announce()
                 self._send_reports()
-                for path, request in self.outbox.pending():
+                for path, request in self.pending():
                     self._send(request)
-                    self.outbox.drop(path)
+                    self._drop(path)
             except EvalfleetError as exc:
                 self._log.write("service_away", detail=str(exc))
                 return False
@@ -113,6 +122,12 @@ class ServiceLink:
             except EvalfleetError as exc:
                 self._log.write("report_refused", point=point, detail=str(exc))
             self._reports.pop(0)
+
+    def _drop(self, path: Path) -> None:
+        try:
+            self.outbox.drop(path)
+        except OSError as exc:  # it is sent again then, which is the same points
+            self._log.write("outbox_away", detail=str(exc))
 
     def _send(self, request: DispatchRequest) -> None:
         try:

@@ -124,7 +124,11 @@ def _run_model(prepared: Prepared, loop: Loop) -> None:
 
 def _stager(prepared: Prepared, training: Training) -> Stager:
     config, ranks = prepared.config, training.model.ranks
-    weights = Exporter(training.model, config.model.hf_path, with_canary=config.eval.canary)
+    section = config.eval
+    near = section.buffer == "device"
+    weights = Exporter(training.model, config.model.hf_path, with_canary=section.canary, near=near)
+    if ranks.device.type == "cuda" and config.eval.enabled:
+        weights.canary()  # its first forward pass loads kernels; no step is to wait for that
     return Stager(weights, ranks.main, Background())
 
 

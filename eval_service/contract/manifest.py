@@ -74,6 +74,8 @@ class Canary(BaseModel):
     def _rows_match(self) -> Self:
         if [len(row) - 1 for row in self.token_ids] != [len(row) for row in self.logprobs]:
             raise ValueError("each row of logprobs must be one shorter than its token ids")
+        if any(len(row) < 2 for row in self.token_ids):
+            raise ValueError("each row needs two token ids or more: one alone has no log-prob to compare")
         return self
 
 

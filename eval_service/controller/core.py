@@ -231,7 +231,8 @@ class _Acting:
         self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
         bounds = Bounds(self._service.roots, parts.suites.keys())
         retention = Retention(parts.database, moves.epoch)
-        self._housekeeping = Housekeeping(self._service, Intents(parts.database, bounds), retention, ledger)
+        intents = Intents(parts.database, bounds)
+        self._housekeeping = Housekeeping(self._service, intents, retention, ledger, loading=self.fleet.loading)
 
     def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
@@ -350,6 +351,7 @@ class _Acting:
             weight_version=f"{point.digest[:8]}.{point.id}.{number}",
             timeout_s=self._service.pin_timeout_s,
             visibility_timeout_s=self._service.visibility_timeout_s,
+            roots=tuple(str(root) for root in self._service.roots),
         )
         wake = self._lane_parts.on_change
         pinner = Pinner(self.fleet, order, self._restart_timeout_s, on_trouble=wake, clock=self._clock)

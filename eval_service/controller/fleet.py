@@ -323,6 +323,11 @@ class Fleet:
         """Engines that may be leased now."""
         return [engine for engine in self.leasable() if engine.free]
 
+    def loading(self) -> frozenset[str]:
+        """Directories that engines were told to load and have not said that they are done with."""
+        orders = (sent.command.pin for engine in self.engines.values() for sent in engine.sent.values())
+        return frozenset(order.snapshot for order in orders if order is not None)
+
     def _is_leasable(self, group: str) -> bool:
         return group in self.groups and self.groups[group].kind in LEASED_KINDS
 

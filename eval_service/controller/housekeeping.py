@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 from eval_service.contract.errors import EvalfleetError, SnapshotFault
@@ -24,14 +25,27 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
-AGAIN_S = 10.0  # after something that the file system or the ledger would not have
+AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 
 
 class Housekeeping:
-    """Scans and deletes."""
+    """Scans and deletes.
 
-    def __init__(self, service: ServiceConfig, intents: Intents, retention: Retention, ledger: LedgerThread) -> None:
+    Args:
+        loading: directories that engines load now, for a point or to find out what an engine is worth.
+    """
+
+    def __init__(
+        self,
+        service: ServiceConfig,
+        intents: Intents,
+        retention: Retention,
+        ledger: LedgerThread,
+        *,
+        loading: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self._service = service
+        self._loading = loading
         self._intents = intents
         self._retention = retention
         self._ledger = ledger
@@ -86,14 +100,15 @@ class Housekeeping:
         for place in await self._ledger(self._retention.places):
             if place.deleting:
                 continue
-            found = await asyncio.to_thread(scan_run, place.root, place.run, self._retention.has)
-            await self._take_in(found)
+            with _alone("scan", place.run):
+                found = await asyncio.to_thread(scan_run, place.root, place.run, self._retention.has)
+                await self._take_in(found)
 
     async def _take_in(self, scan: Scan) -> None:
         for damaged in scan.damaged:
             log.warning("scan: %s: %s", damaged.path, damaged.message)
         for path in scan.sent:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await self._drop(path)
         for item in scan.found:
             try:
                 await asyncio.to_thread(self._intents.dispatch, item.request.model_copy(update={"deferred": True}))
@@ -101,7 +116,14 @@ class Housekeeping:
                 log.warning("scan: %s can't be taken in: %s", item.path, exc)
                 continue
             if item.in_outbox:
-                await asyncio.to_thread(item.path.unlink, missing_ok=True)
+                await self._drop(item.path)
+
+    async def _drop(self, path: Path) -> None:
+        """One that can't be removed is known, and found again with the next scan."""
+        try:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        except OSError as exc:
+            log.warning("scan: %s can't be removed: %s", path, exc.strerror)
 
     # --- what nobody needs
 
@@ -111,7 +133,7 @@ class Housekeeping:
         rows = await self._ledger(self._retention.on_storage)
         refused = set()
         for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
-            if not await self._ledger(self._retention.claim, deletion.id):
+            if not await self._ledger(self._retention.claim, deletion.id) or deletion.path in self._loading():
                 self._collect = True  # somebody came to need it, or may: look again
                 continue
             try:
@@ -120,10 +142,15 @@ class Housekeeping:
                 log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
                 refused.add(deletion.id)
                 continue
+            except OSError as exc:
+                log.warning("gc: step %d of %s: %s; it is tried again", deletion.step, deletion.run, exc)
+                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
+                continue
             await self._ledger(self._retention.deleted, deletion.id)
         for place in places.values():
             if place.deleting:
-                await self._delete_run(place, refused)
+                with _alone("gc", place.run):
+                    await self._delete_run(place, refused)
 
     async def _describe(self) -> None:
         """Read the nonce of exports whose points ended before the checks, so that they can be told to be ours."""
@@ -143,6 +170,16 @@ class Housekeeping:
     async def _sweep(self) -> None:
         reserved = await self._ledger(self._retention.reserved_runs)
         for place in await self._ledger(self._retention.places):
-            found = await asyncio.to_thread(find_leftovers, place.root, place.run)
-            for leftover in plan_leftovers(found, reserved, now=time.time(), idle_s=self._service.leftover_idle_s):
-                await asyncio.to_thread(remove_leftover, leftover, place.root)
+            with _alone("leftovers", place.run):
+                found = await asyncio.to_thread(find_leftovers, place.root, place.run)
+                for leftover in plan_leftovers(found, reserved, now=time.time(), idle_s=self._service.leftover_idle_s):
+                    await asyncio.to_thread(remove_leftover, leftover, place.root)
+
+
+@contextlib.contextmanager
+def _alone(what: str, run: str) -> Iterator[None]:
+    """What is wrong with one run's directory hinders no other run."""
+    try:
+        yield
+    except (EvalfleetError, OSError) as exc:
+        log.warning("%s: run %s: %s; it is tried again", what, run, exc)

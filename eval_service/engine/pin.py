@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import xxhash
 
+from eval_service.admission.place import check_inside, resolve
 from eval_service.contract.canary import canary_token_ids
+from eval_service.contract.errors import SnapshotUnsafe
 from eval_service.contract.manifest import Canary, Manifest
 from eval_service.engine.errors import EngineError, EngineRefused, EngineTimeout
 from eval_service.engine.protocol import PinError, PinEvidence, PinOrder
@@ -121,6 +123,7 @@ class Pinner:
             self._clock,
             deadline=min(deadline, started + order.visibility_timeout_s),
         )
+        await asyncio.to_thread(check_place, order)
         prepared = self._clock.monotonic()
         await self._mapped(lambda: self._load(order, deadline))
         loaded = self._clock.monotonic()
@@ -234,13 +237,28 @@ def first_missing(directory: Path, manifest: Manifest) -> str | None:
     return None
 
 
+def check_place(order: PinOrder) -> None:
+    """Follow the links once more: since the checks a directory may have been put in the place of another.
+
+    Raises:
+        PinFailed: the snapshot or a file of it lies outside the service's roots.
+    """
+    try:
+        place, root = check_inside(Path(order.snapshot), [Path(root) for root in order.roots])
+        for entry in order.manifest.files:
+            if not resolve(place / entry.name).is_relative_to(root):
+                raise PinFailed(PinError.REFUSED, f"{entry.name} is a link that leads out of {root}")
+    except SnapshotUnsafe as exc:
+        raise PinFailed(PinError.REFUSED, exc.message) from exc
+
+
 def mean_abs_diff(wanted: Sequence[Sequence[float]], seen: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference over all entries; infinite where shapes differ or a number is not finite."""
+    """Mean absolute difference over all entries; infinite where shapes differ, there is none, or one is not finite."""
     if [len(row) for row in wanted] != [len(row) for row in seen]:
         return math.inf
     diffs = [abs(a - b) for left, right in zip(wanted, seen, strict=True) for a, b in zip(left, right, strict=True)]
     total = math.fsum(diffs) if all(math.isfinite(diff) for diff in diffs) else math.inf
-    return total / len(diffs)
+    return total / len(diffs) if diffs else math.inf
 
 
 def hash_logprobs(rows: Sequence[Sequence[float]]) -> str:

@@ -42,13 +42,17 @@ class PinError(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PinOrder:
-    """Load `snapshot` and prove it."""
+    """Load `snapshot` and prove it.
+
+    `roots` are the service's: a snapshot that has come to lie outside of them, or has a file that does, is not loaded.
+    """
 
     snapshot: str
     manifest: Manifest
     weight_version: str
     timeout_s: float = 120.0
     visibility_timeout_s: float = 60.0
+    roots: tuple[str, ...] = ("/",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,8 +302,16 @@ class EngineRunner:
             if command.epoch < self._epoch:
                 result = _refused(command, PinError.STALE_EPOCH, f"epoch {command.epoch}; {self._epoch} was seen")
             else:
-                result = await self._run_command(command)
+                result = await self._outcome(command)
             self._finish(result)
+
+    async def _outcome(self, command: Command) -> CommandResult:
+        """A command's edge: what nobody thought of fails the command, and not the engine with all that come after."""
+        try:
+            return await self._run_command(command)
+        except Exception as exc:  # noqa: BLE001 - a command's edge: its result says so
+            _log.exception("engine %s: %s", self.engine_id, command.kind)
+            return _refused(command, PinError.REFUSED, f"{type(exc).__name__}: {exc}")
 
     async def _run_command(self, command: Command) -> CommandResult:
         if command.kind is CommandKind.LEAVE:

@@ -86,7 +86,9 @@ async def boot_server(group: GroupConfig, options: BootOptions, clock: Clock) ->
         BootFailed: it ended, or did not answer within the group's `start_timeout_s`.
     """
     deadline = clock.monotonic() + group.start_timeout_s
-    grade = resolve_grade(group.grade, cuda=group.grade != "fake" and cuda_available())
+    # In a thread: it may import torch, and a replica whose loop stands still for that long is replaced.
+    cuda = group.grade != "fake" and await asyncio.to_thread(cuda_available)
+    grade = resolve_grade(group.grade, cuda=cuda)
     port, nccl_port = free_ports(options.host, 2)
     keys = Keys.fresh()
     plan = plan_server(

@@ -99,7 +99,7 @@ class Intents:
             run = run_row(connection, request.run, to_change=True)
             held = _points_of(connection, request.reservation)
             if held:
-                _same_or_conflict(request, held)
+                _same_or_conflict(request, held, path)
                 outcome = self._arrive(connection, request, held, path) if path else Granted.KNOWN
             else:
                 outcome = self._admit(connection, request, RunSpec.model_validate_json(run["spec"]), path)
@@ -231,7 +231,10 @@ class Intents:
     def _inside_roots(self, path: str, field: str) -> Path:
         if "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"{path!r} is no absolute path", field=field)
-        resolved = Path(path).resolve()
+        try:
+            resolved = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as exc:  # a loop of links, or a name that can't be one
+            raise InvalidRequest(f"{path!r} can't be resolved", field=field) from exc
         if not any(resolved.is_relative_to(root) for root in self._bounds.roots):
             raise InvalidRequest(
                 f"{path} lies outside the service's roots",
@@ -271,7 +274,7 @@ def _points_of(connection: Connection, reservation: str) -> Sequence[RowMapping]
     return connection.execute(query.where(points.c.reservation == reservation).order_by(points.c.seq)).mappings().all()
 
 
-def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping]) -> None:
+def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping], path: str | None) -> None:
     first = held[0]
     if (first["run"], first["step"]) != (request.run, request.step):
         raise Conflict(
@@ -285,9 +288,7 @@ def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping]) -> N
             hint="reserve further suites under a reservation of their own",
         )
     for row in held:
-        if request.snapshot is None or row["path"] is None:
-            continue
-        if row["path"] != str(Path(request.snapshot).resolve()):
+        if path is not None and row["path"] is not None and row["path"] != path:
             raise Conflict(f"reservation {request.reservation} has another snapshot: {row['path']}", field="snapshot")
 
 

@@ -66,9 +66,10 @@ class Orders:
             NotFound: no such point.
             Conflict: it has not ended, is done, a newer one counts, or its snapshot is not there.
         """
+        with self._db.reading() as connection:
+            gone = _not_on_storage(_point(connection, point))
         with self._db.writing() as connection:
-            row = _point(connection, point)
-            _refuse(objection(Command.RETRY, row) or _not_on_storage(row))
+            _refuse(objection(Command.RETRY, _point(connection, point)) or gone)
             return (give(connection, Command.RETRY, point, None, self._db.clock()),)
 
     def hold(self, point: str) -> None:
@@ -118,11 +119,12 @@ class Orders:
 
     def backfill(self, run: str) -> Asked:
         """Retry what was skipped or failed and counts, while its snapshot is there; tell what was left, and why."""
+        with self._db.reading() as connection:
+            gone = {row["id"]: _not_on_storage(row) for row in _lacking(connection, run)}
         with self._db.writing() as connection:
             run_row(connection, run, to_change=True)
-            rows = connection.execute(with_snapshot().where(points.c.run == run)).mappings().all()
-            lacking = [row for row in current(rows) if row["state"] in (PointState.SKIPPED, PointState.FAILED)]
-            why = {row["id"]: objection(Command.RETRY, row) or _not_on_storage(row) for row in lacking}
+            lacking = _lacking(connection, run)
+            why = {row["id"]: objection(Command.RETRY, row) or gone.get(row["id"]) for row in lacking}
             able = [row for row in lacking if why[row["id"]] is None]
             left = tuple(
                 LeftPoint(point=row["id"], step=row["step"], suite=row["suite"], why=found[0])
@@ -188,9 +190,17 @@ def _refuse(why: tuple[str, str | None] | None) -> None:
         raise Conflict(why[0], field="id", hint=why[1])
 
 
+def _lacking(connection: Connection, run: str) -> list[RowMapping]:
+    rows = connection.execute(with_snapshot().where(points.c.run == run)).mappings().all()
+    return [row for row in current(rows) if row["state"] in (PointState.SKIPPED, PointState.FAILED)]
+
+
 def _not_on_storage(row: RowMapping) -> tuple[str, str | None] | None:
-    """One look at the directory: what is gone is told now, and not after an attempt."""
-    if Path(row["path"]).is_dir():
+    """One look at the directory: what is gone is told now, and not after an attempt.
+
+    Never within a write transaction: a file system that hangs would hold everybody's writes up.
+    """
+    if row["path"] is None or Path(row["path"]).is_dir():
         return None
     return f"its snapshot {row['path']} is not there", "export the step again and dispatch it"
 

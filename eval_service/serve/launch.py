@@ -1,7 +1,8 @@
 """`evalfleet serve`: starts Ray (or joins a cluster) and the application, and stays until it is told to stop.
 
-Ray's ports stand open on every interface behind a token alone, so token auth is always on: a cluster of our own gets a
-fresh token in the state directory, and a joined one must have been given one.
+Ray's ports stand open on every interface behind a token alone, so token auth is always on. A cluster of our own gets a
+fresh token in a directory of its own: the workers that Ray starts later read it anew, so no second service may replace
+it. A joined one must have been given one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from eval_service.contract.errors import ConfigError
+from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.fleet_config import FleetConfig, load_fleet
 from eval_service.serve.settings import Settings, check
 
@@ -37,11 +40,15 @@ def serve_forever(
 
     Raises:
         ConfigError: what can't work is refused before Ray is started.
+        Unavailable: Ray has died, and the application with it.
     """
     fleet = _overridden(load_fleet(fleet_path), host, port)
-    _authenticate(fleet, address)
+    if address is not None:
+        _need_token(address)
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Only now: importing Ray takes seconds, and it reads its environment.
     import ray
     from ray import serve
@@ -52,6 +59,8 @@ def serve_forever(
     _stop_on_signals(stop)
     temp_dir = Path(tempfile.mkdtemp(prefix="evalfleet-")) if address is None else None
     try:
+        if temp_dir is not None:
+            _make_token(temp_dir)
         _init_ray(address, temp_dir)
         settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
         options = {"host": fleet.service.host, "port": fleet.service.port}
@@ -59,7 +68,7 @@ def serve_forever(
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
-        stop.wait()
+        _stay(stop, ray.nodes)
         print("evalfleet: stopping", flush=True)
         serve.delete(APPLICATION)
         if address is None:
@@ -68,6 +77,17 @@ def serve_forever(
         ray.shutdown()
         if temp_dir is not None:
             shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]], *, look_s: float = 5.0) -> None:
+    """Wait to be told to stop; without Ray there is nothing to stay for, and whoever watches this process restarts it.
+
+    Raises:
+        Unavailable: no node of the cluster is alive.
+    """
+    while not stop.wait(look_s):
+        if not any(node["Alive"] for node in nodes()):
+            raise Unavailable("Ray has died, and the service with it", hint="start it again: what was queued goes on")
 
 
 def _overridden(fleet: FleetConfig, host: str | None, port: int | None) -> FleetConfig:
@@ -84,29 +104,30 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _authenticate(fleet: FleetConfig, address: str | None) -> None:
-    """Turn token auth on, for this process and everything that it starts.
+def _need_token(address: str) -> None:
+    """See that a cluster that is to be joined can be, before Ray takes 20 s to find out that it can't.
 
     Raises:
-        ConfigError: a cluster is to be joined, and there is no token.
+        ConfigError: there is no token.
     """
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if os.environ.get("RAY_AUTH_TOKEN"):
         return
-    if address is not None:
-        named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-        path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-        if not path.is_file():
-            raise ConfigError(
-                f"the cluster at {address} can be joined with its token only, and {path} is not there",
-                field="address",
-                hint="put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH",
-            )
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    if not path.is_file():
+        raise ConfigError(
+            f"the cluster at {address} can be joined with its token only, and {path} is not there",
+            field="address",
+            hint="put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH",
+        )
+
+
+def _make_token(directory: Path) -> None:
+    """A token for a cluster of our own, unless one was given; whatever this process starts finds it."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
         return
-    path = fleet.service.state_dir / _TOKEN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    path = directory / _TOKEN_FILE
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 

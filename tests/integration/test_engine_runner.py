@@ -15,7 +15,8 @@ import pytest
 
 from eval_service.contract.wire import EngineState
 from eval_service.engine.errors import EngineFatal
-from eval_service.engine.protocol import CommandKind, EngineReport, PinError
+from eval_service.engine.pin import Pinner
+from eval_service.engine.protocol import CommandKind, EngineReport, PinError, PinEvidence, PinOrder
 from eval_service.engine.runner import EngineRunner, RunnerTimes
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
@@ -297,5 +298,26 @@ def test_stopping_while_it_boots_leaves_nothing(fleet: Fleet) -> None:
     async def body() -> None:
         async with fleet.runner(boot_s=30.0):
             await fleet.link.until(lambda report: report.state is EngineState.STARTING)
+
+    go(body)
+
+
+def test_a_pin_that_fails_as_nobody_thought_of_fails_alone_and_the_next_one_works(fleet: Fleet) -> None:
+    class Broken(Pinner):
+        async def pin(self, order: PinOrder) -> PinEvidence:
+            raise ZeroDivisionError("a mistake")
+
+    async def body() -> None:
+        async with fleet.runner() as runner:
+            await fleet.ready()
+            assert runner._server is not None
+            right = runner._server.pinner
+            runner._server.pinner = Broken(right._api, right._facts, right._clock)
+            result = await fleet.pin(fleet.a, "one")
+            assert (result.ok, result.error) == (False, PinError.REFUSED)
+            assert "ZeroDivisionError" in result.detail
+            runner._server.pinner = right
+            assert (await fleet.pin(fleet.a, "two")).ok
+            await runner.check_health()
 
     go(body)

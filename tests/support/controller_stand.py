@@ -251,6 +251,7 @@ class Stand:
             "server_concurrency": ours.server_concurrency,
         }
         config = GroupConfig.model_validate(table)
+        await self.until(lambda: self.acting)
         self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
         options = BootOptions(log=self.root / "none")
         link, boot = self.link, Attachment(engine.url)

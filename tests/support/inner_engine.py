@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections.abc import Awaitable, Callable
@@ -56,14 +57,20 @@ class InnerProcess:
         """End it and wait for that."""
         self.kill()
         await self.exited.wait()
+        await self._drop_connections()  # one may have been accepted in the moment that the socket was closed
+
+    async def _drop_connections(self) -> None:
+        server = self._runner.server
+        for _ in range(5):
+            for connection in list(server.connections) if server else ():
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await asyncio.sleep(0)
 
     async def _clean(self) -> None:
         for site in list(self._runner.sites):
             await site.stop()
-        server = self._runner.server
-        for connection in list(server.connections) if server else ():
-            if connection.transport is not None:
-                connection.transport.abort()
+        await self._drop_connections()
         self.exit_code = -9
         self.exited.set()
 
@@ -92,15 +99,17 @@ async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> 
             raise
 
     app.middlewares.insert(0, dies)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
-    await runner.setup()
-    await web.TCPSite(runner, options.host, 0).start()
-    process = InnerProcess(runner)
-    holder.append(process)
-    url = f"http://{options.host}:{runner.addresses[0][1]}"
-    api = SglangApi(url, keys)
-    model = read_model_facts(group.model, group, {})
-    pinner = Pinner(api, EngineFacts(model.vocab_size, model.dtype, checksums=False), clock)
-    server = Server(uuid.uuid4().hex, url, keys, process, api, pinner, model)
-    await pinner.note_boot(boot_digest(group.model), timeout_s=10.0)
-    return server
+    async with contextlib.AsyncExitStack() as stack:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await runner.setup()
+        process = InnerProcess(runner)
+        stack.push_async_callback(process.stop)
+        holder.append(process)
+        await web.TCPSite(runner, options.host, 0).start()
+        url = f"http://{options.host}:{runner.addresses[0][1]}"
+        api = await stack.enter_async_context(SglangApi(url, keys))
+        model = read_model_facts(group.model, group, {})
+        pinner = Pinner(api, EngineFacts(model.vocab_size, model.dtype, checksums=False), clock)
+        await pinner.note_boot(boot_digest(group.model), timeout_s=10.0)
+        stack.pop_all()
+    return Server(uuid.uuid4().hex, url, keys, process, api, pinner, model)

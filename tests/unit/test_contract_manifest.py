@@ -106,7 +106,7 @@ def test_a_manifest_that_can_not_be_true_is_refused_by_name(change: dict[str, An
 
 @pytest.mark.parametrize(
     ("token_ids", "logprobs"),
-    [(((1, 2),), ((),)), (((1, 2),), ((-1.0,), (-1.0,))), ((), ()), (((1, 2),), ((float("nan"),),))],
+    [(((1, 2),), ((),)), (((1, 2),), ((-1.0,), (-1.0,))), ((), ()), (((1, 2),), ((float("nan"),),)), (((1,),), ((),))],
 )
 def test_a_canary_that_proves_nothing_is_refused(token_ids: Any, logprobs: Any) -> None:
     with pytest.raises(ValueError):

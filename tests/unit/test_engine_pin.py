@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -118,6 +119,23 @@ def test_a_good_pin_ends_what_is_in_flight_loads_reads_back_and_gives_evidence(w
     assert world.pin(world.a).fingerprint == evidence.fingerprint
 
 
+def test_what_has_come_to_lie_outside_the_roots_since_the_checks_is_not_loaded(world: World, tmp_path: Path) -> None:
+    roots = (str(tmp_path),)
+    world.pin(world.b, roots=roots)
+    world.api.calls.clear()
+    weights = next(world.a.path / entry.name for entry in world.a.manifest.files if "safetensors" in entry.name)
+    weights.rename(tmp_path / "elsewhere")
+    with TemporaryDirectory() as outside:
+        moved = Path(outside) / weights.name
+        moved.write_bytes((tmp_path / "elsewhere").read_bytes())
+        weights.symlink_to(moved)
+        assert world.failure(world.a, roots=roots).error is PinError.REFUSED
+        world.a.path.rename(Path(outside) / "a")
+        world.a.path.symlink_to(Path(outside) / "a")
+        assert "outside the allowed roots" in world.failure(world.a, roots=roots).detail
+    assert world.api.calls == []
+
+
 def test_with_cuda_the_fingerprint_is_the_parameters_checksum(tmp_path: Path) -> None:
     world = _world(tmp_path, checksums=True)
     evidence = world.pin(world.a)
@@ -218,3 +236,7 @@ def test_numbers_that_are_not_finite_or_not_there_are_infinitely_wrong() -> None
     assert mean_abs_diff([[1.0]], [[math.nan]]) == math.inf
     assert mean_abs_diff([[1.0]], [[1.0, 2.0]]) == math.inf
     assert mean_abs_diff([[1.0, 2.0]], [[1.5, 2.0]]) == 0.25
+
+
+def test_a_difference_over_nothing_is_no_proof() -> None:
+    assert mean_abs_diff([[]], [[]]) == math.inf

@@ -31,6 +31,7 @@ def test_the_gpus_of_all_groups_add_up_and_attached_engines_use_none_of_ours() -
     [
         ({"kind": "attached", "model": "/m"}, "urls: name the engines"),
         ({**ATTACHED, "urls": ["gpu-7:30000"]}, "is no http"),
+        ({**ATTACHED, "urls": ["http://me:hidden@a:1"]}, "credentials"),
         ({**ATTACHED, "urls": ["http://a:1", "http://a:1"]}, "named twice"),
         ({"kind": "attached", "urls": ["http://a:1"]}, "model: name"),
         ({"model": "/m", "urls": ["http://a:1"]}, "kind = 'attached'"),

@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.names import DISPATCH, samples_file
+from eval_service.contract.names import DISPATCH, samples_file, trash_name
+from eval_service.contract.outbox import Outbox
 from eval_service.contract.snapshot import Published
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.fleet_config import ServiceConfig
+from eval_service.gc.collect import Collected, collect
+from eval_service.gc.plan import Deletion
 from eval_service.ledger.moves import Facts
 from tests.support.ledger import Ledger, result
-from tests.support.tiny_snapshots import lay_out, publish, tiny
+from tests.support.tiny_snapshots import lay_out, publish, request, tiny
 
 S = PointState
 
@@ -32,13 +35,13 @@ def ledger(tmp_path: Path) -> Ledger:
     return ledger
 
 
-def tend(ledger: Ledger, until: Callable[[], object]) -> None:
+def tend(ledger: Ledger, until: Callable[[], object], *, loading: Callable[[], frozenset[str]] = frozenset) -> None:
     """Let the housekeeping run until something is so."""
 
     async def work() -> None:
         thread = LedgerThread()
         service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
-        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread)
+        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread, loading=loading)
         async with asyncio.timeout(30):
             while not until():
                 keeping.something_settled()
@@ -81,6 +84,21 @@ def test_what_settled_goes_and_the_best_the_held_and_the_needed_stay(ledger: Led
     send(ledger, needed)
     tend(ledger, lambda: ledger.snapshot(3)["deleted_at"] is not None)
     assert [p.path.exists() for p in (best, held, plain, needed)] == [True, True, False, True]
+
+
+def test_what_an_engine_loads_now_stays_until_it_is_done(ledger: Ledger) -> None:
+    """With `keep` 0, say, and an engine in doubt that is given its last good snapshot once more."""
+    probed = export(ledger, 1)
+    done(ledger, probed, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    asked: list[bool] = []
+
+    def loading() -> frozenset[str]:
+        asked.append(probed.path.is_dir())
+        return frozenset({str(probed.path)} if len(asked) < 3 else ())
+
+    tend(ledger, lambda: not probed.path.exists(), loading=loading)
+    assert asked == [True, True, True]
 
 
 def test_a_refused_export_goes_with_its_nonce(ledger: Ledger) -> None:
@@ -163,3 +181,54 @@ def test_a_deleted_run_is_not_forgotten_while_a_snapshot_could_not_be_deleted(
         tend(ledger, lambda: tries >= 3)
         assert ledger.views.run("r1").state == "deleting"
     tend(ledger, lambda: not ours.path.exists())
+
+
+def test_one_runs_unusable_directory_keeps_no_other_run_from_the_scan_or_the_sweep(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.put_run("a-too-deep", root=str(ledger.root.joinpath(*["d" * 200] * 25)))
+    ledger.put_run("b-link")
+    (ledger.root / "b-link").symlink_to(ledger.base)
+    unsent = export(ledger, 7)
+    trash = ledger.root / "r1" / trash_name("0" * 32)
+    trash.mkdir()
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: ledger.states() and not trash.exists())
+    assert [point.step for point in ledger.views.points(run="r1").points] == [7]
+    assert unsent.path.is_dir()
+    assert "run a-too-deep" in caplog.text
+
+
+def test_an_outbox_request_whose_path_is_a_loop_of_links_hinders_no_other(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ledger.root / "loop"
+    loop.symlink_to(loop)
+    bad = request("r1", 1, snapshot=str(loop / "base"), source="caller", digest=None)
+    kept = Outbox.of(ledger.root, "r1").put(bad)
+    export(ledger, 7)
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, ledger.states)
+    assert [point.step for point in ledger.views.points(run="r1").points] == [7]
+    assert kept.is_file()
+    assert "can't be resolved" in caplog.text
+
+
+def test_a_deletion_that_the_file_system_refuses_keeps_no_other_from_being_done(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = export(ledger, 1), export(ledger, 2)
+    for published in (first, second):
+        done(ledger, published, 0.1)
+    done(ledger, export(ledger, 3), 0.9)
+
+    def but_for_the_first(deletion: Deletion, root: Path) -> Collected:
+        if deletion.step == 1:
+            raise OSError("it is away")
+        return collect(deletion, root)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect", but_for_the_first)
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: not second.path.exists())
+    assert first.path.is_dir()
+    assert "step 1 of r1" in caplog.text

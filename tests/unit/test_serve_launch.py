@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from eval_service.contract.errors import Unavailable
+from eval_service.serve.launch import _make_token, _stay
 
 FLEET = """
 [service]
@@ -47,3 +51,28 @@ def test_what_cannot_work_is_refused_by_name_before_anything_starts(files: tuple
     end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert end.returncode == 2
     assert "groups.eval.model" in end.stderr
+
+
+def test_a_clusters_token_is_its_own_and_no_second_service_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")
+    tokens = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        _make_token(tmp_path / name)
+        path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert path.stat().st_mode & 0o077 == 0
+        tokens.append((path, path.read_text()))
+    assert [path.read_text() for path, _ in tokens] == [token for _, token in tokens]
+    assert tokens[0][1] != tokens[1][1]
+
+
+def test_the_command_ends_with_an_error_once_ray_has_died_and_without_one_when_told_to_stop() -> None:
+    looks = iter(([{"Alive": False}, {"Alive": True}], [{"Alive": False}]))
+    with pytest.raises(Unavailable, match="Ray has died"):
+        _stay(threading.Event(), lambda: next(looks), look_s=0.0)
+    told = threading.Event()
+    told.set()
+    _stay(told, list)

@@ -106,6 +106,15 @@ def test_an_untouched_export_is_the_import_bit_by_bit(imported: Imported, tmp_pa
     assert all(torch.equal(original[name], exported[name]) for name in original)
 
 
+def test_a_copy_on_the_device_first_is_the_same_export(imported: Imported, tmp_path: Path) -> None:
+    exporter = Exporter(imported.model, imported.hf_dir, near=True)
+    exporter.stage()
+    with SnapshotWriter(tmp_path, "run", 1, "test") as writer:
+        exporter.fill(writer)
+        digest = writer.digest()
+    assert _export(imported.model, imported.hf_dir, tmp_path).name == f"step_1-{digest[:8]}"
+
+
 def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     hf_dir = build_tiny_model(tmp_path, family="llama", rope_parameters=LLAMA3_ROPE)
     architecture = read_architecture(hf_dir)

@@ -217,6 +217,17 @@ def test_a_refused_or_unreadable_request_in_the_outbox_does_not_hold_up_the_othe
     assert {"eval_refused", "outbox_unreadable"} <= set(bench.events())
 
 
+def test_an_outbox_that_cannot_be_read_costs_no_point_and_no_receipt(bench: Bench) -> None:
+    bench.hook.link.outbox = Outbox(bench.config.run.root / ("n" * 300))  # what looks at it fails as a dead mount does
+    bench.evaluate(PERIODIC)
+    assert bench.drain().drained
+    assert bench.stub.steps() == [3]
+    bench.stub.away = lambda _: True
+    receipt = bench.drain()
+    assert not receipt.drained
+    assert {"outbox_away", "receipt_failed", "drain_end"} <= set(bench.events())
+
+
 def test_a_snapshot_that_the_service_refuses_ends_its_point(bench: Bench) -> None:
     bench.stub.refuses = lambda request: request.snapshot is not None
     bench.evaluate(PERIODIC)

@@ -177,7 +177,7 @@ def test_a_snapshot_that_vanishes_while_it_waits_ends_its_point_and_leaves_the_f
             stand.put_run("r")
             gone = stand.export("r", 1)
             point = stand.dispatch("r", 1, gone)
-            await stand.until(stand.acting._moves.runnable)
+            await stand.until(lambda: stand.acting._moves.runnable())  # noqa: PLW0108 - nobody may act yet
             shutil.rmtree(gone.path)
             stand.start_engine("e0")
             [view] = await stand.until_ended(point)

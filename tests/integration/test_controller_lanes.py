@@ -142,7 +142,7 @@ def test_an_engine_whose_updates_go_wrong_is_found_out_and_mended(stand_of: Make
 
 def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of().running(1) as stand:
+        async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             await stand.until_done(stand.dispatch("r", 0))
