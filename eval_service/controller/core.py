@@ -38,7 +38,7 @@ from eval_service.suites.suite import Suite
 from router.limits import Limits
 from router.router import Router
 
-TICK_S = 0.25
+TICK_S = 0.5  # whatever changes wakes it; this is for what only time changes
 LIFE_S = 1.0
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from eval_service.contract.wire import DrainRequest, Receipt
-from eval_service.gateway.services import LONG_POLL_S, Given, Services, poll_until
+from eval_service.gateway.services import LONG_POLL_S, Given, Services
 
 routes = APIRouter(tags=["drain"])
 
@@ -33,7 +33,11 @@ async def receipt(
 
 async def _wait(services: Services, drain: str, wait_s: float) -> Receipt:
     views, intents = services.views, services.intents
-    if not await poll_until(lambda: views.drain_is_open(drain), lambda is_open: not is_open, wait_s):
+    is_open = await asyncio.to_thread(views.drain_is_open, drain)
+    if is_open and wait_s > 0:
+        await services.drains.wait(drain, wait_s)
+        is_open = await asyncio.to_thread(views.drain_is_open, drain)
+    if not is_open:
         # The controller may have done so already; the first receipt is kept, and all callers get that one.
         await asyncio.to_thread(intents.end_drain, drain)
     return await asyncio.to_thread(views.receipt, drain)

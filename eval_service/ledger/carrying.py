@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import RowMapping, select, update
+from sqlalchemy import Connection, RowMapping, Select, select, update
 
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import OnTimeout
@@ -20,16 +21,15 @@ _ENDED_BY: dict[Command, tuple[PointState, Reason]] = {
 }
 
 
+def is_asked(connection: Connection, now: float, reservation_timeout_s: float) -> bool:
+    """Whether there is anything to carry out; a look that needs no write lock."""
+    queries = (_arrivals(), _open_of_deleted_runs(), _unused(now - reservation_timeout_s))
+    return bool(open_commands(connection)) or any(connection.execute(query.limit(1)).first() for query in queries)
+
+
 def take_arrivals(turn: Turn) -> int:
     """Queue points whose snapshot came, late ones too: their export was paid for."""
-    late = (points.c.state == PointState.SKIPPED) & (points.c.reason == Reason.RESERVATION_EXPIRED)
-    query = (
-        select(points.c.id, snapshots.c.digest, snapshots.c.admitted_at)
-        .join(snapshots, snapshots.c.id == points.c.snapshot_id)
-        .where((points.c.state == PointState.RESERVED) | late)
-        .order_by(points.c.seq)
-    )
-    rows = turn.connection.execute(query).mappings().all()
+    rows = turn.connection.execute(_arrivals()).mappings().all()
     for row in rows:
         turn.move(row["id"], PointState.QUEUED, queued_at=turn.now, detail=None)
         if row["admitted_at"] is not None:
@@ -50,8 +50,7 @@ def take_commands(turn: Turn) -> int:
 
 def expire_reservations(turn: Turn, timeout_s: float) -> int:
     """Skip reservations that nobody used."""
-    query = select(points.c.id).where(points.c.state == PointState.RESERVED, points.c.snapshot_id.is_(None))
-    found = turn.connection.execute(query.where(points.c.created_at < turn.now - timeout_s)).scalars().all()
+    found = turn.connection.execute(_unused(turn.now - timeout_s)).scalars().all()
     for point in found:
         detail = f"no snapshot came within {timeout_s:.0f} s"
         turn.end(point, PointState.SKIPPED, Reason.RESERVATION_EXPIRED, detail)
@@ -60,20 +59,24 @@ def expire_reservations(turn: Turn, timeout_s: float) -> int:
 
 def end_deleted_runs(turn: Turn) -> int:
     """Cancel what is open of runs that somebody deletes."""
-    gone = select(runs.c.run).where(runs.c.deleted_at.is_not(None))
-    return _cancel_open(turn, points.c.run.in_(gone), Reason.RUN_DELETED, "")
+    return _cancel_open(turn, _open_of_deleted_runs(), Reason.RUN_DELETED, "")
+
+
+def overdue_drains(connection: Connection, now: float) -> Sequence[RowMapping]:
+    """Drains whose time is up, that asked for an abort by then and had none yet."""
+    # One that was drained in time is over; what a gateway closed unaborted, with no controller there, is not.
+    unended = drains.c.ended_at.is_(None) | (drains.c.ended_at >= drains.c.deadline)
+    overdue = select(drains).where(drains.c.deadline <= now, drains.c.on_timeout == OnTimeout.ABORT, unended)
+    return connection.execute(overdue.where(drains.c.aborted_at.is_(None))).mappings().all()
 
 
 def abort_overdue_drains(turn: Turn) -> int:
     """Cancel what is left of runs whose drain asked for that at its deadline; returns how many drains."""
-    # One that was drained in time is over; what a gateway closed unaborted, with no controller there, is not.
-    unended = drains.c.ended_at.is_(None) | (drains.c.ended_at >= drains.c.deadline)
-    overdue = select(drains).where(drains.c.deadline <= turn.now, drains.c.on_timeout == OnTimeout.ABORT, unended)
-    rows = turn.connection.execute(overdue.where(drains.c.aborted_at.is_(None))).mappings().all()
+    rows = overdue_drains(turn.connection, turn.now)
     for drain in rows:
         # A dispatch after the deadline reopened the run: it is none of this drain's.
         of_it = (points.c.run == drain["run"]) & (points.c.created_at <= drain["deadline"])
-        _cancel_open(turn, of_it, Reason.DRAIN_TIMEOUT, f"drain {drain['id']}")
+        _cancel_open(turn, _open_points(of_it), Reason.DRAIN_TIMEOUT, f"drain {drain['id']}")
         turn.connection.execute(update(drains).where(drains.c.id == drain["id"]).values(aborted_at=turn.now))
     return len(rows)
 
@@ -87,8 +90,30 @@ def _carry_out(turn: Turn, kind: Command, row: RowMapping) -> None:
         turn.end(row["target"], state, reason, row["detail"] or "")
 
 
-def _cancel_open(turn: Turn, condition: Any, reason: Reason, detail: str) -> int:
-    query = select(points.c.id).where(condition, points.c.state.not_in(END_STATES))
+def _arrivals() -> Select[Any]:
+    late = (points.c.state == PointState.SKIPPED) & (points.c.reason == Reason.RESERVATION_EXPIRED)
+    return (
+        select(points.c.id, snapshots.c.digest, snapshots.c.admitted_at)
+        .join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        .where((points.c.state == PointState.RESERVED) | late)
+        .order_by(points.c.seq)
+    )
+
+
+def _unused(since: float) -> Select[Any]:
+    unused = (points.c.state == PointState.RESERVED) & points.c.snapshot_id.is_(None)
+    return select(points.c.id).where(unused, points.c.created_at < since)
+
+
+def _open_points(condition: Any) -> Select[Any]:
+    return select(points.c.id).where(condition, points.c.state.not_in(END_STATES))
+
+
+def _open_of_deleted_runs() -> Select[Any]:
+    return _open_points(points.c.run.in_(select(runs.c.run).where(runs.c.deleted_at.is_not(None))))
+
+
+def _cancel_open(turn: Turn, query: Select[Any], reason: Reason, detail: str) -> int:
     found = turn.connection.execute(query).scalars().all()
     for point in found:
         turn.end(point, PointState.CANCELLED, reason, detail)

@@ -7,6 +7,7 @@ compares the epoch, so a controller that was replaced writes nothing.
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ EPOCH = "epoch"
 VERSION = "schema_version"
 CONTROLLER_AT = "controller_at"
 FLEET = "fleet"
+BUSY_TIMEOUT_S = 10.0  # how long a writer waits for others
 CONTROLLER_SILENT_S = 5.0  # a controller that has not shown itself for so long is taken for dead
 
 
@@ -56,8 +58,11 @@ class Database:
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             check_local(Path(parsed.database), mounts=mounts)
         self.engine = _open(parsed)
+        self._turnstile = threading.Lock()
         with self.writing() as connection:
             metadata.create_all(connection)
+            for index in (index for table in metadata.sorted_tables for index in table.indexes):
+                index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
             _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
             _seed(connection, EPOCH, "0", clock())
             found = _get(connection, VERSION)
@@ -77,11 +82,24 @@ class Database:
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A write transaction; SQLite takes its one write lock at once."""
-        with _mapped(), self.engine.connect() as connection:
+        with _mapped(), self._in_turn(), self.engine.connect() as connection:
             if self.engine.dialect.name == "sqlite":
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             with _commit(connection):
                 yield connection
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Of SQLite's writers each sleeps, for longer every time, if it finds another one; our own threads queue up."""
+        if self.engine.dialect.name != "sqlite":
+            yield
+            return
+        if not self._turnstile.acquire(timeout=BUSY_TIMEOUT_S):
+            raise Unavailable(f"the ledger was busy for {BUSY_TIMEOUT_S:.0f} s", field="ledger")
+        try:
+            yield
+        finally:
+            self._turnstile.release()
 
     @contextmanager
     def acting(self, epoch: int) -> Iterator[Connection]:
@@ -92,6 +110,19 @@ class Database:
         """
         with self.writing() as connection:
             found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
+            if int(found) != epoch:
+                raise Fenced(f"epoch {epoch} is over; {found} acts")
+            yield connection
+
+    @contextmanager
+    def looking(self, epoch: int) -> Iterator[Connection]:
+        """A consistent read of the controller that took `epoch`, without the write lock that gateways wait for.
+
+        Raises:
+            Fenced: the epoch has moved on.
+        """
+        with self.reading() as connection:
+            found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH)).scalar_one()
             if int(found) != epoch:
                 raise Fenced(f"epoch {epoch} is over; {found} acts")
             yield connection
@@ -133,7 +164,7 @@ def _get(connection: Connection, key: str) -> str | None:
 def _open(parsed: URL) -> Engine:
     if parsed.get_backend_name() != "sqlite":
         return create_engine(parsed, pool_pre_ping=True)
-    engine = create_engine(parsed, connect_args={"timeout": 10.0, "check_same_thread": False})
+    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")
     def _tune(connection: sqlite3.Connection, _record: Any) -> None:

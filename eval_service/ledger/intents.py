@@ -35,7 +35,7 @@ from eval_service.ledger.receipts import end_drain
 from eval_service.ledger.schema import commands, drains, points, runs, snapshots
 from eval_service.ledger.turn import settle
 
-_END_STATES = tuple(state.value for state in ENDS)
+_OPEN_STATES = tuple(state.value for state in PointState if state not in ENDS)
 _FOUND_BY_CHECKS = (
     *("digest", "tensor_digest", "nonce", "manifest", "vocab_size", "admitted_at"),
     *("deleting_at", "deleted_at"),
@@ -311,7 +311,7 @@ def _may_arrive(row: RowMapping) -> bool:
 
 def _has_room(connection: Connection, request: DispatchRequest, spec: RunSpec, path: str | None) -> bool:
     """Whether the run is below its bound of snapshots in flight, or this one is among them already."""
-    is_open = (points.c.run == request.run) & points.c.state.not_in(_END_STATES)
+    is_open = (points.c.run == request.run) & points.c.state.in_(_OPEN_STATES)
     # A reservation stands for the snapshot that is still to come; suites that share one count once.
     of_each = func.count(func.distinct(func.coalesce(points.c.snapshot_id, points.c.reservation)))
     if connection.execute(select(of_each).where(is_open)).scalar_one() < spec.max_in_flight:
@@ -325,7 +325,7 @@ def _has_room(connection: Connection, request: DispatchRequest, spec: RunSpec, p
 
 def _give_way(connection: Connection, run: str, now: float) -> bool:
     """Let the oldest snapshot that only waits and is not forced give way to a later one, with all its points."""
-    is_open = (points.c.run == run) & points.c.state.not_in(_END_STATES)
+    is_open = (points.c.run == run) & points.c.state.in_(_OPEN_STATES)
     asked = select(commands.c.target).where(commands.c.kind == Command.GIVE_WAY, commands.c.done_at.is_(None))
     stays = (points.c.state != PointState.QUEUED) | points.c.force.is_(True) | points.c.id.in_(asked)
     query = select(points.c.snapshot_id).where(is_open, points.c.snapshot_id.is_not(None))

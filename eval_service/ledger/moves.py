@@ -15,7 +15,7 @@ from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import Metric
 from eval_service.ledger import carrying
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
-from eval_service.ledger.receipts import end_drains
+from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.schema import attempts, points, runs, snapshots
 from eval_service.ledger.turn import END_STATES, LIVE_STATES, Turn, turn
 
@@ -99,6 +99,9 @@ class Moves:
 
     def take_intents(self, *, reservation_timeout_s: float) -> int:
         """Carry out what gateways wrote: arrivals, commands, deletions, unused reservations. Returns how many."""
+        with self._db.looking(self.epoch) as connection:  # most looks find nothing
+            if not carrying.is_asked(connection, self._db.clock(), reservation_timeout_s):
+                return 0
         with self._turn() as turn:
             done = carrying.take_arrivals(turn)
             done += carrying.take_commands(turn)
@@ -114,6 +117,10 @@ class Moves:
 
     def tend_drains(self) -> int:
         """Cancel what overdue drains want cancelled, and write receipts of those that are over; returns how many."""
+        now = self._db.clock()
+        with self._db.looking(self.epoch) as connection:  # most looks find nothing
+            if not carrying.overdue_drains(connection, now) and not to_end(connection, now):
+                return 0
         with self._turn() as turn:
             return carrying.abort_overdue_drains(turn) + end_drains(turn.connection, turn.now)
 

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, select, update
 
-from eval_service.contract.states import ENDS
+from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import EndedPoint, OnTimeout, Receipt
 from eval_service.ledger.database import CONTROLLER_SILENT_S
 from eval_service.ledger.schema import drains, points, runs
 
 _ENDS = tuple(state.value for state in ENDS)
+_OPEN = tuple(state.value for state in PointState if state not in ENDS)
 
 
 def is_open(connection: Connection, drain: RowMapping, now: float) -> bool:
     """Whether a drain still waits; cheap."""
-    if drain["receipt"] is not None or not _is_pending(connection, drain["run"]):
-        return False
-    return now < drain["deadline"] or not _abort_is_over(drain, now)
+    return not over(connection, [drain], now)
+
+
+def over(connection: Connection, waiting: Sequence[RowMapping], now: float) -> list[RowMapping]:
+    """Those of some drains that wait no longer; one query, however many there are."""
+    pending = _pending(connection, {drain["run"] for drain in waiting if drain["receipt"] is None})
+    return [drain for drain in waiting if drain["run"] not in pending or _is_over(drain, now)]
 
 
 def receipt(connection: Connection, drain: RowMapping, now: float) -> Receipt:
@@ -36,13 +41,18 @@ def receipt(connection: Connection, drain: RowMapping, now: float) -> Receipt:
     return _receipt(drain, current(rows), now)
 
 
+def to_end(connection: Connection, now: float) -> list[RowMapping]:
+    """The drains that are over and have no receipt yet."""
+    waiting = connection.execute(select(drains).where(drains.c.ended_at.is_(None))).mappings().all()
+    return over(connection, waiting, now)
+
+
 def end_drains(connection: Connection, now: float) -> int:
     """Write the receipts of the drains that are over; returns how many."""
-    waiting = connection.execute(select(drains).where(drains.c.ended_at.is_(None))).mappings().all()
-    over = [drain for drain in waiting if not is_open(connection, drain, now)]
-    for drain in over:
+    found = to_end(connection, now)
+    for drain in found:
         end_drain(connection, drain, now)
-    return len(over)
+    return len(found)
 
 
 def end_drain(connection: Connection, drain: RowMapping, now: float) -> None:
@@ -69,14 +79,21 @@ def current(rows: Sequence[RowMapping]) -> list[RowMapping]:
     return [best[key] for key in sorted(best)]
 
 
-def _is_pending(connection: Connection, run: str) -> bool:
-    """Whether any point that counts has not ended; an open one that a newer took the place of does not count."""
+def _is_over(drain: RowMapping, now: float) -> bool:
+    """Whether it ends although points are pending."""
+    return drain["receipt"] is not None or (now >= drain["deadline"] and _abort_is_over(drain, now))
+
+
+def _pending(connection: Connection, of_runs: Collection[str]) -> frozenset[str]:
+    """Runs of which a point that counts has not ended; an open one that a newer took the place of does not count."""
+    if not of_runs:
+        return frozenset()
     newer = points.alias("newer")
-    came = newer.c.snapshot_id.is_not(None) | newer.c.state.not_in(_ENDS)
+    came = newer.c.snapshot_id.is_not(None) | newer.c.state.in_(_OPEN)
     same = (newer.c.run == points.c.run) & (newer.c.step == points.c.step) & (newer.c.suite == points.c.suite)
     outdone = select(newer.c.id).where(same, newer.c.seq > points.c.seq, newer.c.superseded.is_(False), came).exists()
-    query = select(points.c.id).where(points.c.run == run, points.c.state.not_in(_ENDS), ~outdone).limit(1)
-    return connection.execute(query).first() is not None
+    query = select(points.c.run).where(points.c.run.in_(of_runs), points.c.state.in_(_OPEN), ~outdone).distinct()
+    return frozenset(connection.execute(query).scalars())
 
 
 def _rank(row: RowMapping) -> tuple[bool, int]:

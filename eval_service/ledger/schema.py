@@ -63,6 +63,7 @@ snapshots = Table(
     Column("deleted_at", Float),
     Column("held", Boolean, nullable=False, default=False),
     UniqueConstraint("run", "step", "path"),
+    Index("snapshots_on_storage", "deleted_at"),
 )
 
 points = Table(
@@ -99,7 +100,8 @@ points = Table(
     Column("ended_at", Float),
     UniqueConstraint("reservation", "suite"),
     Index("points_by_run", "run", "step", "suite"),
-    Index("points_by_state", "state"),
+    Index("points_by_run_state", "run", "state"),
+    Index("points_by_state", "state", "reason"),
     Index("points_by_snapshot", "snapshot_id"),
 )
 

@@ -27,7 +27,7 @@ from eval_service.contract.wire import (
     Timings,
 )
 from eval_service.ledger.database import CONTROLLER_AT, CONTROLLER_SILENT_S, EPOCH, FLEET, Database
-from eval_service.ledger.receipts import is_open, receipt
+from eval_service.ledger.receipts import is_open, over, receipt
 from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
 
 _SAME_NAMES = (
@@ -156,6 +156,13 @@ class Views:
         """
         with self._db.reading() as connection:
             return is_open(connection, _drain(connection, drain), self._db.clock())
+
+    def drains_over(self, drains_asked: Collection[str]) -> frozenset[str]:
+        """Those of some drains that wait no longer, or that are not there; one look for all who wait."""
+        with self._db.reading() as connection:
+            rows = connection.execute(select(drains).where(drains.c.id.in_(drains_asked))).mappings().all()
+            ended = {drain["id"] for drain in over(connection, rows, self._db.clock())}
+        return frozenset(ended | (set(drains_asked) - {row["id"] for row in rows}))
 
     def refreshed(self, reply: RunCommandReply) -> RunCommandReply:
         """A command's reply with its points as they are now."""

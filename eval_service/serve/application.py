@@ -40,10 +40,12 @@ APPLICATION = "evalfleet"
 # Serve's default of 5 would let a few long polls starve everything else.
 MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
+WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it tells of
 _STOP_S = 5.0
 # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
 _CONTROLLER_GRACE_S = 2.0
-_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
+# Three checks in a row must fail, so a part that hangs is given up after 4 to 6 s.
+_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 1.5}
 
 
 class GatewayDeployment:
@@ -54,6 +56,8 @@ class GatewayDeployment:
         self._controller = controller
         database = Database(settings.ledger)
         bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
+        self._loop = asyncio.get_running_loop()
+        self._wakes, self._woke_at = False, self._loop.time()
         known = version("evalfleet")
         views = Views(database, version=known)
         self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake)
@@ -62,7 +66,17 @@ class GatewayDeployment:
         return build_app(self._services)
 
     def _wake(self) -> None:
-        """Best effort: the controller also looks by itself."""
+        """Best effort: the controller also looks by itself. From any thread."""
+        self._loop.call_soon_threadsafe(self._wake_soon)
+
+    def _wake_soon(self) -> None:
+        """Of many that come at once, one call tells of all."""
+        if not self._wakes:
+            self._wakes = True
+            self._loop.call_at(self._woke_at + WAKE_EVERY_S, self._wake_now)
+
+    def _wake_now(self) -> None:
+        self._wakes, self._woke_at = False, self._loop.time()
         self._controller.wake.remote()
 
 
@@ -215,5 +229,6 @@ def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, grac
         graceful_shutdown_timeout_s=graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        logging_config={"enable_access_log": False},  # a line for each poll of each engine
         **_QUICK,
     )

@@ -135,6 +135,8 @@ def _make_token(directory: Path) -> None:
 def _init_ray(address: str | None, temp_dir: Path | None) -> None:
     import ray
 
+    # A controller that hangs holds the lock; a graceful stop would only wait for it. Serve reads this where it runs.
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     # Workers import this package as this process does, wherever it was started.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if address is not None:
