@@ -1,12 +1,15 @@
 """What there is to know of the trainer and the service on one GPU, in one run: one JSON object, also in `--out`.
 
-    PYTHONPATH=OVERLAY:. python3 scripts/gpu/measure.py --out DIR [--budget-s 525] [--tiny]
+    PYTHONPATH=OVERLAY:. python3 scripts/gpu/measure.py --out DIR [--budget-s 525] [--tiny] [--two] [--points N]
 
 1. `export`: benchmarks/export.py, which leaves two snapshots, one training step apart.
 2. `run`: the service with one engine, and a supervised fine-tuning of a Qwen3-0.6B-shaped model on the same GPU, with
    exactly three points, checked by `evalfleet check`; every figure of the trainer, the service and the drain from it.
 3. `pin`: an engine of our own loads those snapshots: load and pin seconds, how well the canary agrees, and what it says
    of weights one step off, of a dropped tensor and of two swapped ones.
+
+With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
+evaluation: what a point costs the step. `--points` is how many points there are after the baseline (default 2).
 
 Each part runs in a process group of its own with a time limit, so one that fails or hangs costs its own figures alone.
 `--tiny` takes a tiny model on the CPU engine, to try the script where there is no GPU.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -34,8 +38,26 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 RUN, SUITE = "sft", "upper"
-FULL = {"shape": "qwen3-0.6b", "num_steps": 360, "batch": 128, "lr": 3e-4, "warmup": 30, "examples": 192}
-TINY = {"shape": "tiny", "num_steps": 40, "batch": 32, "lr": 2e-3, "warmup": 5, "examples": 24}
+FULL = {
+    "shape": "qwen3-0.6b",
+    "num_steps": 360,
+    "batch": 128,
+    "lr": 3e-4,
+    "warmup": 30,
+    "examples": 192,
+    "points": 2,
+    "buffer": "host",
+}
+TINY = {
+    "shape": "tiny",
+    "num_steps": 40,
+    "batch": 32,
+    "lr": 2e-3,
+    "warmup": 5,
+    "examples": 24,
+    "points": 2,
+    "buffer": "host",
+}
 # Graphs for few batch sizes and no prefill graphs: the start is what costs time here.
 GPU_OVERRIDES = {
     "attention_backend": "triton",
@@ -165,7 +187,8 @@ def write_configs(work: Path, plan: dict[str, Any], port: int, tiny: bool) -> No
         f"[train]\nnum_steps = {plan['num_steps']}\nglobal_batch_size = {plan['batch']}\n"
         f"micro_batch_size = {plan['batch']}\nlr = {plan['lr']}\nwarmup_steps = {plan['warmup']}\n"
         f'dtype = "{"float32" if tiny else "bfloat16"}"\n'
-        f'[eval]\nurl = "http://127.0.0.1:{port}"\ninterval = {plan["num_steps"] // 2}\nsuites = ["{SUITE}"]\n'
+        f'[eval]\nurl = "http://127.0.0.1:{port}"\ninterval = {plan["num_steps"] // plan["points"]}\n'
+        f'suites = ["{SUITE}"]\nbuffer = "{plan["buffer"]}"\n'
         "keep = 10\ndrain_timeout_s = 120\n"
     )
 
@@ -188,20 +211,27 @@ def part_export(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
 # --- 2: a run that is evaluated as it goes
 
 
-def part_run(work: Path, clock: Clock, port: int) -> dict[str, Any]:
+def part_run(work: Path, clock: Clock, port: int, plan: dict[str, Any]) -> dict[str, Any]:
     from eval_service.contract.client import EvalClient
 
     files = ["--fleet", str(work / "fleet.toml"), "--suites", str(work / "suites.toml")]
     began = time.monotonic()
-    service = Process(["-m", "eval_service.cli.main", "serve", *files], work / "logs" / "service.log", cwd=work)
+    fleets = {"CUDA_VISIBLE_DEVICES": "1"} if plan["two"] else {}
+    service = Process(
+        ["-m", "eval_service.cli.main", "serve", *files], work / "logs" / "service.log", cwd=work, **fleets
+    )
     found: dict[str, Any] = {}
     try:
         with EvalClient(f"http://127.0.0.1:{port}") as client:
             wait_for_engine(client, service, clock.left(330.0))
             found["engine_start_s"] = time.monotonic() - began
             say(f"the engine is there after {found['engine_start_s']:.0f} s")
-            train(work, clock, found)
-            found |= figures_of(client, work, port, clock)
+            found["evaluated"] = train(work, clock, plan)
+            found |= figures_of(client, work, port, clock, plan)
+            if plan["two"]:
+                alone = ["eval.interval=none", "eval.suites=[]", "run.name=alone", f"run.output_dir={work / 'alone'}"]
+                found["alone"] = train(work, clock, plan, *alone, name="alone")
+                found["step_ratio"] = found["evaluated"]["step_s_mean"] / found["alone"]["step_s_mean"]
     except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
         found["error"] = traceback.format_exc()
     finally:
@@ -231,20 +261,34 @@ def wait_for_engine(client: Any, service: Process, timeout_s: float) -> None:
     raise RuntimeError("no engine came in time")
 
 
-def train(work: Path, clock: Clock, found: dict[str, Any]) -> None:
+def train(work: Path, clock: Clock, plan: dict[str, Any], *settings: str, name: str = "train") -> dict[str, Any]:
+    """One training; its mean step from the tenth on, from one step's begin to the next one's, exports included."""
     began = time.monotonic()
     argv = ["-m", "trainer.main", "--config", str(work / "run.toml")]
-    trainer = Process(argv, work / "logs" / "trainer.log", cwd=work)
-    found["trainer_exit_code"] = trainer.wait(clock.left(240.0))
-    found["trainer_wall_s"] = time.monotonic() - began
-    found["trainer_log"] = trainer.tail(1500)
+    argv += [part for setting in settings for part in ("--set", setting)]
+    gpu = {"CUDA_VISIBLE_DEVICES": "0"} if plan["two"] else {}
+    trainer = Process(argv, work / "logs" / f"{name}.log", cwd=work, **gpu)
+    code = trainer.wait(clock.left(240.0))
+    entries = [json.loads(line) for line in (work / name / "steps.jsonl").read_text().splitlines()]
+    begun = [entry["time"] for entry in entries if entry["event"] == "step_begin"][10:]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    return {
+        "exit_code": code,
+        "wall_s": time.monotonic() - began,
+        "log": trainer.tail(1500),
+        "steps": len(gaps),
+        "exports": sum(entry["event"] == "eval_exported" for entry in entries),
+        "step_s_mean": sum(gaps) / len(gaps),
+        "step_s_median": sorted(gaps)[len(gaps) // 2],
+        "step_s_slowest": sorted(gaps)[-8:],
+    }
 
 
-def figures_of(client: Any, work: Path, port: int, clock: Clock) -> dict[str, Any]:
+def figures_of(client: Any, work: Path, port: int, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
     log = [json.loads(line) for line in (work / "train" / "steps.jsonl").read_text().splitlines()]
     points = [point.model_dump(mode="json") for point in client.points(run=RUN).points]
     keys = ("step", "kind", "force", "state", "reason", "detail", "score", "stderr", "lag_steps", "pin_proof")
-    asked = ["--metric", "exact_match", "--threshold", "0.6", "--expect-points", "3"]
+    asked = ["--metric", "exact_match", "--threshold", "0.6", "--expect-points", str(plan["points"] + 1)]
     asked += ["--url", f"http://127.0.0.1:{port}"]
     check = subprocess.run(
         [sys.executable, "-m", "eval_service.cli.main", "check", RUN, *asked],
@@ -441,8 +485,8 @@ def verdicts(result: dict[str, Any]) -> dict[str, Any]:
     points = {point["step"]: point for point in run.get("points", [])}
     last = points.get(max(points, default=0), {})
     wanted = {
-        "three points done": run.get("points_by_state") == {"done": 3},
-        "evalfleet check --expect-points 3": run.get("check", {}).get("exit_code") == 0,
+        "every point done": run.get("points_by_state") == {"done": result["plan"]["points"] + 1},
+        "evalfleet check": run.get("check", {}).get("exit_code") == 0,
         "score at step 0 <= 0.1": (points.get(0, {}).get("score") or 0.0) <= 0.1 if points else False,
         "score at the end >= 0.6": (last.get("score") or 0.0) >= 0.6,
         "final forced": bool(last.get("force")),
@@ -466,6 +510,9 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=525.0)
     parser.add_argument("--only", default="export,run,pin", help="parts, by comma")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--two", action="store_true", help="train on the first GPU, the fleet on the second")
+    parser.add_argument("--points", type=int, default=2, help="after the baseline")
+    parser.add_argument("--buffer", choices=("host", "device"), default="host", help="as eval.buffer")
     parser.add_argument("--pin-child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pin_child:
@@ -484,15 +531,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
     clock, port = Clock(args.budget_s), free_port()
-    plan = TINY if args.tiny else FULL
+    plan = (TINY if args.tiny else FULL) | {"two": args.two, "points": args.points, "buffer": args.buffer}
     work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-measure-"))
     (work / "logs").mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "plan": plan, "errors": {}}
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("versions", versions),
-        ("inputs", lambda: build_inputs_apart(work, port, args.tiny, clock)),
+        ("inputs", lambda: build_inputs_apart(work, port, args.tiny, clock, plan)),
         ("export", lambda: part_export(work, clock, args.tiny)),
-        ("run", lambda: part_run(work, clock, port)),
+        ("run", lambda: part_run(work, clock, port, plan)),
         ("pin", lambda: part_pin(work, clock, args.tiny)),
     ]
     for name, part in parts:
@@ -514,16 +561,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def build_inputs_apart(work: Path, port: int, tiny: bool, clock: Clock) -> dict[str, Any]:
+def build_inputs_apart(work: Path, port: int, tiny: bool, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: the GPU's memory is free again when it has ended."""
     code = (
         "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); "
         "import importlib.util as u; s = u.spec_from_file_location('measure', sys.argv[2]); m = u.module_from_spec(s); "
         "s.loader.exec_module(m); tiny = sys.argv[5] == '1'; w = Path(sys.argv[3]); "
-        "f = m.build_inputs(w, m.TINY if tiny else m.FULL, int(sys.argv[4]), tiny); "
+        "f = m.build_inputs(w, json.loads(sys.argv[6]), int(sys.argv[4]), tiny); "
         "(w / 'inputs.json').write_text(json.dumps(f))"
     )
-    argv = ["-c", code, str(ROOT), __file__, str(work), str(port), "1" if tiny else "0"]
+    argv = ["-c", code, str(ROOT), __file__, str(work), str(port), "1" if tiny else "0", json.dumps(plan)]
     process = Process(argv, work / "logs" / "inputs.log")
     if process.wait(clock.left(120.0)) != 0:
         raise RuntimeError(process.tail())
