@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval_service.contract.errors import EvalfleetError, SnapshotFault, Unavailable
+from eval_service.contract.errors import EvalfleetError, NotFound, SnapshotFault, Unavailable
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
@@ -286,7 +286,7 @@ class EvalHook:
             return self._grant_itself(request)
         try:
             reply = self.link.client.reserve(request, deadline_s=self.config.eval.reserve_timeout_s)
-        except Unavailable as exc:
+        except (Unavailable, NotFound) as exc:  # NotFound: it has lost its ledger
             self.log.write("service_away", step=request.step, detail=str(exc))
             return self._grant_itself(request)
         except EvalfleetError as exc:
@@ -316,7 +316,7 @@ class EvalHook:
         request = ticket.request.model_copy(update={**fields, "wait_s": None})
         try:
             reply = self.link.client.dispatch(request)
-        except Unavailable as exc:
+        except (Unavailable, NotFound) as exc:  # NotFound: it has lost its ledger
             self.granted.discard(request.reservation)
             self.link.keep(request.model_copy(update={"deferred": True}))
             self.log.write("eval_deferred", step=request.step, detail=str(exc))

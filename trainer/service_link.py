@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, Unavailable
+from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, NotFound, Unavailable
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import DispatchRequest, RunSpec
@@ -134,6 +134,9 @@ class ServiceLink:
             reply = self.client.dispatch(request)
         except Unavailable:
             raise
+        except NotFound as exc:
+            self._announced = False
+            raise Unavailable(exc.message) from exc
         except EvalfleetError as exc:
             self._log.write("eval_refused", step=request.step, detail=str(exc))
         else:
@@ -152,6 +155,9 @@ class ServiceLink:
             return
         try:
             self.client.progress(self.run, self._step)
+        except NotFound as exc:
+            self._announced = False  # a service with another ledger: the next flush makes the run known to it
+            self._log.write("run_unknown", detail=str(exc))
         except EvalfleetError as exc:
             self._log.write("service_away", detail=str(exc))
 

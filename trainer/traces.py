@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from eval_service.contract import names
 from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import Unavailable
+from eval_service.contract.errors import NotFound, Unavailable
 from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import DispatchRequest, PointView
 
@@ -67,7 +67,7 @@ def find_traces(client: EvalClient | None, root: Path, run: str, step: int) -> T
     """Ask the ledger (no client: it is away), and look into the run's directory."""
     try:
         ledger = client.points(run=run, step=step).points if client is not None else None
-    except Unavailable:
+    except (Unavailable, NotFound):  # away, or it has lost its ledger and will be told of the run again
         ledger = None
     return Traces(ledger, tuple(_published(root, run, step)))
 

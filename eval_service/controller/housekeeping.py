@@ -10,12 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval_service.contract.errors import EvalfleetError, SnapshotFault
 from eval_service.contract.manifest import read_manifest
-from eval_service.controller.db import LedgerThread
+from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover, remove_results
 from eval_service.gc.plan import plan_deletions, plan_leftovers
@@ -25,6 +26,7 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+SCAN_S = 60.0  # for one run's directory; a file system that hangs holds up the runs that lie on it and no others
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 
 
@@ -54,6 +56,8 @@ class Housekeeping:
         self._collect = True
         self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scanning: set[str] = set()  # runs whose directory a thread looks into, or hangs at
+        self._scan_threads = DaemonThreads("scan")
 
     def something_settled(self) -> None:
         """A point ended: there may be something to delete."""
@@ -98,11 +102,18 @@ class Housekeeping:
 
     async def _scan(self) -> None:
         for place in await self._ledger(self._retention.places):
-            if place.deleting:
+            if place.deleting or place.run in self._scanning:
                 continue
             with _alone("scan", place.run):
-                found = await asyncio.to_thread(scan_run, place.root, place.run, self._retention.has)
-                await self._take_in(found)
+                look = self._scan_threads.run(partial(self._look, place))
+                await self._take_in(await asyncio.wait_for(look, SCAN_S))
+
+    def _look(self, place: RunPlace) -> Scan:
+        self._scanning.add(place.run)
+        try:
+            return scan_run(place.root, place.run, self._retention.has)
+        finally:
+            self._scanning.discard(place.run)
 
     async def _take_in(self, scan: Scan) -> None:
         for damaged in scan.damaged:
@@ -182,4 +193,4 @@ def _alone(what: str, run: str) -> Iterator[None]:
     try:
         yield
     except (EvalfleetError, OSError) as exc:
-        log.warning("%s: run %s: %s; it is tried again", what, run, exc)
+        log.warning("%s: run %s: %s; it is tried again", what, run, str(exc) or type(exc).__name__)

@@ -86,6 +86,7 @@ class EngineRunner:
         self._times = times or RunnerTimes()
         self._clock = clock or SystemClock()
         self._server: Server | None = None
+        self._doomed: Server | None = None  # it is being ended, which `stop` may cut short
         self._state = EngineState.STARTING
         self._detail: str | None = None
         self._restarts = 0
@@ -136,9 +137,11 @@ class EngineRunner:
         self._leaving = True
         self._ended.set()
         await self._end_tasks()
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
+        servers = (self._server, self._doomed)
+        self._server = self._doomed = None
+        for server in servers:
+            if server is not None:
+                await server.stop()
 
     async def check_health(self) -> None:
         """Return while this replica can keep an engine.
@@ -202,8 +205,9 @@ class EngineRunner:
                 self._become(EngineState.RESTARTING, why)
             finally:
                 self._up.clear()
-                self._server = None
+                self._server, self._doomed = None, server
                 await server.stop()
+                self._doomed = None
 
     async def _watch(self, server: Server) -> str:
         """Return, with the reason, once the server has to be started anew."""

@@ -68,7 +68,12 @@ class InnerProcess:
             await asyncio.sleep(0)
 
     async def _clean(self) -> None:
+        loop = asyncio.get_running_loop()
         for site in list(self._runner.sites):
+            listening: asyncio.Server = getattr(site, "_server")  # noqa: B009 - aiohttp has no way to ask for it
+            for sock in listening.sockets:
+                loop.remove_reader(sock.fileno())  # what asyncio has accepted when a server closes it would leak
+            await self._drop_connections()
             await site.stop()
         await self._drop_connections()
         self.exit_code = -9

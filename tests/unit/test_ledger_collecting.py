@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from eval_service.controller.housekeeping import Housekeeping
 from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import Collected, collect
 from eval_service.gc.plan import Deletion
+from eval_service.intake import Known, Scan, scan_run
 from eval_service.ledger.moves import Facts
 from tests.support.ledger import Ledger, result
 from tests.support.tiny_snapshots import lay_out, publish, request, tiny
@@ -189,12 +191,13 @@ def test_one_runs_unusable_directory_keeps_no_other_run_from_the_scan_or_the_swe
     ledger.put_run("a-too-deep", root=str(ledger.root.joinpath(*["d" * 200] * 25)))
     ledger.put_run("b-link")
     (ledger.root / "b-link").symlink_to(ledger.base)
-    unsent = export(ledger, 7)
-    trash = ledger.root / "r1" / trash_name("0" * 32)
+    ledger.put_run("z-after")
+    unsent = publish(tiny(), ledger.root, run="z-after", step=7)
+    trash = ledger.root / "z-after" / trash_name("0" * 32)
     trash.mkdir()
     with caplog.at_level(logging.WARNING):
-        tend(ledger, lambda: ledger.states() and not trash.exists())
-    assert [point.step for point in ledger.views.points(run="r1").points] == [7]
+        tend(ledger, lambda: ledger.views.points(run="z-after").points and not trash.exists())
+    assert [point.step for point in ledger.views.points(run="z-after").points] == [7]
     assert unsent.path.is_dir()
     assert "run a-too-deep" in caplog.text
 
@@ -232,3 +235,25 @@ def test_a_deletion_that_the_file_system_refuses_keeps_no_other_from_being_done(
         tend(ledger, lambda: not second.path.exists())
     assert first.path.is_dir()
     assert "step 1 of r1" in caplog.text
+
+
+def test_a_file_system_that_hangs_under_one_run_keeps_no_other_run_from_the_scan(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("a-hung", "z-after"):
+        ledger.put_run(run)
+    publish(tiny(), ledger.root, run="z-after", step=7)
+    release = threading.Event()
+
+    def scan(root: Path, run: str, known: Known) -> Scan:
+        if run == "a-hung":
+            release.wait(30)
+        return scan_run(root, run, known)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.scan_run", scan)
+    monkeypatch.setattr("eval_service.controller.housekeeping.SCAN_S", 0.1)
+    try:
+        tend(ledger, lambda: ledger.views.points(run="z-after").points)
+    finally:
+        release.set()
+    assert [point.step for point in ledger.views.points(run="z-after").points] == [7]

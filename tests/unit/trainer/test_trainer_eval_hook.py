@@ -228,6 +228,20 @@ def test_an_outbox_that_cannot_be_read_costs_no_point_and_no_receipt(bench: Benc
     assert {"outbox_away", "receipt_failed", "drain_end"} <= set(bench.events())
 
 
+def test_a_service_that_has_lost_its_ledger_is_told_of_the_run_again_and_no_point_is_lost(bench: Bench) -> None:
+    link = bench.hook.link
+    link.at_step(3)
+    assert link.flush()
+    bench.stub.specs.clear()
+    bench.stub.away = lambda call: not bench.stub.specs and not call.startswith("PUT")
+    bench.stub.away_reply = (404, {"error": {"code": "not_found", "message": "no run 'r'"}})
+    bench.evaluate(PERIODIC)
+    assert bench.stub.points == []
+    assert bench.drain().drained
+    assert list(bench.stub.specs) == ["r"]
+    assert bench.stub.steps() == [3]
+
+
 def test_a_snapshot_that_the_service_refuses_ends_its_point(bench: Bench) -> None:
     bench.stub.refuses = lambda request: request.snapshot is not None
     bench.evaluate(PERIODIC)
