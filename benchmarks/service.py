@@ -239,6 +239,7 @@ async def answers(served: Served, report: Report, rounds: Rounds) -> None:
     """Everything that is asked over HTTP."""
     runs = served.stock.names
     async with _session(served.url) as session:
+        await _tell_floor(session, report, rounds)
         statuses = await _times_ms(lambda: _ask(session, "GET", "/status"), rounds.statuses)
         _tell_ms(report, "/status", statuses, 50)
         await _dispatch_rounds(served, session, report, rounds, runs, "")
@@ -254,6 +255,15 @@ async def answers(served: Served, report: Report, rounds: Rounds) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
     report.figures["drain's answer after its last point's end, s"] = _spread(late)
     report.targets["drain's answer after its last point's end, worst, s"] = at_most(max(late), 0.3)
+
+
+async def _tell_floor(session: aiohttp.ClientSession, report: Report, rounds: Rounds) -> None:
+    """What Serve takes for a request that does nothing: no dispatch can be faster."""
+    for callers, each in ((1, rounds.dispatches), (16, rounds.dispatches_of_16)):
+        of_each = await asyncio.gather(
+            *(_times_ms(lambda: _ask(session, "GET", "/healthz"), each) for _ in range(callers))
+        )
+        report.figures[f"a request for nothing, {callers} caller(s), ms"] = _spread([t for ts in of_each for t in ts])
 
 
 async def _dispatch_rounds(

@@ -44,8 +44,9 @@ WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it t
 _STOP_S = 5.0
 # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
 _CONTROLLER_GRACE_S = 2.0
-# Three checks in a row must fail, so a part that hangs is given up after 4 to 6 s.
-_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 1.5}
+# Three checks in a row must fail. All wait for the controller, so that one is given up sooner.
+_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
+_CONTROLLER_CHECK_S = 1.0
 
 
 class GatewayDeployment:
@@ -191,9 +192,8 @@ class PlaceholderDeployment:
 
 def build(settings: Settings) -> Any:
     """Bind the deployments into one application; the gateway is its ingress."""
-    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=_CONTROLLER_GRACE_S).bind(
-        settings
-    )
+    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=_CONTROLLER_GRACE_S)
+    controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_S).bind(settings)
     groups = [
         found
         for name, group in settings.fleet.groups.items()
