@@ -44,9 +44,12 @@ WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it t
 _STOP_S = 5.0
 # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
 _CONTROLLER_GRACE_S = 2.0
-# Three checks in a row must fail. All wait for the controller, so that one is given up sooner.
-_QUICK = {"health_check_period_s": 1.0, "health_check_timeout_s": 2.0}
-_CONTROLLER_CHECK_S = 1.0
+# Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
+# engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and ending
+# it would cost a start of SGLang.
+_CHECK_TIMEOUT_S = 2.0
+_CONTROLLER_CHECK_TIMEOUT_S = 1.5
+_ENGINE_CHECK_TIMEOUT_S = 10.0
 
 
 class GatewayDeployment:
@@ -193,7 +196,7 @@ class PlaceholderDeployment:
 def build(settings: Settings) -> Any:
     """Bind the deployments into one application; the gateway is its ingress."""
     controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=_CONTROLLER_GRACE_S)
-    controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_S).bind(settings)
+    controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_TIMEOUT_S).bind(settings)
     groups = [
         found
         for name, group in settings.fleet.groups.items()
@@ -218,7 +221,7 @@ def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -
         return part.bind()
     gpus = gpus if group.grade == "sglang" else 0
     part = _deployment(EngineDeployment, f"engines-{name}", replicas=least, gpus=gpus, graceful_shutdown_timeout_s=20.0)
-    return part.bind(settings, name, controller)
+    return part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S).bind(settings, name, controller)
 
 
 def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, graceful_shutdown_timeout_s: float) -> Any:
@@ -230,5 +233,6 @@ def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, grac
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         logging_config={"enable_access_log": False},  # a line for each poll of each engine
-        **_QUICK,
+        health_check_period_s=1.0,
+        health_check_timeout_s=_CHECK_TIMEOUT_S,
     )
