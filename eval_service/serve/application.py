@@ -45,8 +45,8 @@ _STOP_S = 5.0
 # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
 _CONTROLLER_GRACE_S = 2.0
 # Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
-# engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and ending
-# it would cost a start of SGLang.
+# engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
+# ending it would cost a start of SGLang.
 _CHECK_TIMEOUT_S = 2.0
 _CONTROLLER_CHECK_TIMEOUT_S = 1.5
 _ENGINE_CHECK_TIMEOUT_S = 10.0
