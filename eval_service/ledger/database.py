@@ -109,9 +109,7 @@ class Database:
             Fenced: the epoch has moved on.
         """
         with self.writing() as connection:
-            found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
-            if int(found) != epoch:
-                raise Fenced(f"epoch {epoch} is over; {found} acts")
+            self.fence(connection, epoch)
             yield connection
 
     @contextmanager
@@ -122,10 +120,18 @@ class Database:
             Fenced: the epoch has moved on.
         """
         with self.reading() as connection:
-            found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH)).scalar_one()
-            if int(found) != epoch:
-                raise Fenced(f"epoch {epoch} is over; {found} acts")
+            self.fence(connection, epoch)
             yield connection
+
+    def fence(self, connection: Connection, epoch: int) -> None:
+        """Compare the epoch; in a write transaction nobody can raise it until that has ended.
+
+        Raises:
+            Fenced: the epoch has moved on.
+        """
+        found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
+        if int(found) != epoch:
+            raise Fenced(f"epoch {epoch} is over; {found} acts")
 
     def take_epoch(self) -> int:
         """Raise the epoch and return it; only the holder of the lock may call this."""
