@@ -88,7 +88,8 @@ class Service:
         return left
 
     def _environment(self) -> Mapping[str, str]:
-        env = {"TMPDIR": str(self.scratch)}
+        # A hung controller is not killed at once here, so that it meets its successor: the epoch has to part them.
+        env = {"TMPDIR": str(self.scratch), "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "0"}
         if os.environ.get(DISABLE):  # the kit's own test: a part of the service is switched off
             paths = [str(_SABOTAGE), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
             env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -155,6 +155,7 @@ scan_interval_s = 2.0
 visibility_timeout_s = {visibility}
 reservation_timeout_s = {reservation}
 leftover_idle_s = 5.0
+controller_grace_s = 10.0
 point_timeout_s = 240.0
 pin_timeout_s = 10.0
 sample_timeout_s = {sample}

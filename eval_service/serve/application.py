@@ -42,8 +42,6 @@ MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
 WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it tells of
 _STOP_S = 5.0
-# A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
-_CONTROLLER_GRACE_S = 2.0
 # Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
 # engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
 # ending it would cost a start of SGLang.
@@ -195,7 +193,9 @@ class PlaceholderDeployment:
 
 def build(settings: Settings) -> Any:
     """Bind the deployments into one application; the gateway is its ingress."""
-    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=_CONTROLLER_GRACE_S)
+    # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
+    grace_s = settings.fleet.service.controller_grace_s
+    controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=grace_s)
     controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_TIMEOUT_S).bind(settings)
     groups = [
         found
