@@ -20,6 +20,11 @@ def _without_epoch(module: ModuleType) -> None:
     module.Database.fence = lambda self, connection, epoch: None
 
 
+def _without_stop(module: ModuleType) -> None:
+    """A controller that was hung goes on for a while, deaf to Serve: else it would end before it could do harm."""
+    module.Controller.stop = lambda self: None
+
+
 def _without_scan(module: ModuleType) -> None:
     """What nobody POSTed is found by nobody."""
 
@@ -29,9 +34,9 @@ def _without_scan(module: ModuleType) -> None:
     module.Housekeeping._scan = scan
 
 
-_SWITCHES: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
-    "epoch": ("eval_service.ledger.database", _without_epoch),
-    "scan": ("eval_service.controller.housekeeping", _without_scan),
+_SWITCHES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
+    "epoch": {"eval_service.ledger.database": _without_epoch, "eval_service.controller.core": _without_stop},
+    "scan": {"eval_service.controller.housekeeping": _without_scan},
 }
 
 
@@ -69,4 +74,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 for _switch in filter(None, os.environ.get("EVALFLEET_CHAOS_DISABLE", "").split(",")):
-    sys.meta_path.insert(0, _Finder(*_SWITCHES[_switch]))
+    for _name, _change in _SWITCHES[_switch].items():
+        sys.meta_path.insert(0, _Finder(_name, _change))
