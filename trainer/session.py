@@ -54,6 +54,33 @@ class Prepared:
         buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
         return f"{resolved_json(self.config)}\n{steps}\n{buffer}\nplan: {cadence.describe(self.points)}"
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a launch has to know, for JSON."""
+        config, parallel = self.config, self.config.parallel
+        return {
+            "run": config.run.name,
+            "root": str(config.run.root),
+            "output_dir": str(config.output_dir),
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "data": parallel.data or 1,
+            "ranks": parallel.ranks,
+            "starts_inference_engines": config.fleet.starts_inference_engines,
+            "has_engines": config.fleet.has_engines,
+            "allow_shared_gpu": config.fleet.allow_shared_gpu,
+            "evaluates": config.eval.enabled,
+            "url": config.eval.url,
+            "suites": list(config.eval.suites),
+            "drain_timeout_s": config.eval.drain_timeout_s,
+            "on_timeout": config.eval.on_timeout,
+            "start": self.start,
+            "num_steps": config.train.num_steps,
+            "points": [asdict(point) for point in self.points],
+            "plan": cadence.describe(self.points),
+            "buffer_bytes": self.buffer_bytes,
+        }
+
 
 def prepare(config: RunConfig) -> Prepared:
     """Look at model, data and checkpoints, and make the plan.
@@ -101,7 +128,8 @@ def run(prepared: Prepared) -> int:
                 loop.before_training()
         elif prepared.dataset is not None or prepared.points:
             _run_model(prepared, loop)
-    return EXIT_CODE if stop.is_set else 0
+    # torchrun ends all ranks as soon as one fails, and the first may still be draining.
+    return EXIT_CODE if stop.is_set and leads else 0
 
 
 def _run_model(prepared: Prepared, loop: Loop) -> None:

@@ -17,6 +17,7 @@ from eval_service.cli import (
     demonstrating,
     doctoring,
     draining,
+    launching,
     reading,
     serving,
 )
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serving.serve)
+app.command("launch")(launching.launch)
 app.command("status")(reading.status)
 app.command("fleet")(reading.fleet)
 app.command("runs")(reading.runs)
