@@ -140,7 +140,9 @@ class EngineDeployment:
             settings.fleet.groups[group],
             node=host,
             options=BootOptions(
-                log=state_dir / "logs" / f"engine-{group}-{tag}.log", fleet_overrides=settings.fleet.overrides
+                log=state_dir / "logs" / f"engine-{group}-{tag}.log",
+                fleet_overrides=settings.fleet.overrides,
+                start_lock=state_dir / "engines.lock",
             ),
             link=ServeLink(controller),
         )
