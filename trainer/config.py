@@ -72,6 +72,14 @@ class DataSection(Section):
 
     train: Path = Field(description='JSON lines of {"messages": [{"role": ..., "content": ...}, ...]}')
     max_length: int = Field(default=1024, ge=2, description="tokens; longer conversations are cut")
+    save_debug_data: Path | None = Field(default=None, description="directory that each step's batch is dumped to")
+    load_debug_data: Path | None = Field(default=None, description="train on the batches that were dumped there")
+
+    @model_validator(mode="after")
+    def _dumped_once(self) -> Self:
+        if self.load_debug_data is not None and self.save_debug_data is not None:
+            raise ValueError("save_debug_data: what load_debug_data names is dumped already; remove one of them")
+        return self
 
 
 class TrainSection(Section):
@@ -217,6 +225,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"eval.interval: {interval} must be a multiple of train.save_interval ({saves}) to reuse saves"
             )
+        if self.eval.enabled and self.data.load_debug_data is not None:
+            raise ValueError(
+                "data.load_debug_data: dumped batches reproduce a fault, and their curve would mean nothing; "
+                "unset eval.interval and eval.suites"
+            )
         if self.eval.enabled and not self.fleet.has_engines:
             raise ValueError("fleet.num_eval_engines: an interval needs engines; allow at least one")
         return self
@@ -298,12 +311,18 @@ def _absolute(config: RunConfig, base: Path) -> RunConfig:
     def under(path: Path | None) -> Path | None:
         return (base / path).resolve() if path is not None else None
 
-    run, train = config.run, config.train
+    run, data, train = config.run, config.data, config.train
     return config.model_copy(
         update={
             "run": run.model_copy(update={"root": under(run.root), "output_dir": under(run.output_dir)}),
             "model": ModelSection(hf_path=(base / config.model.hf_path).resolve()),
-            "data": config.data.model_copy(update={"train": under(config.data.train)}),
+            "data": data.model_copy(
+                update={
+                    "train": under(data.train),
+                    "save_debug_data": under(data.save_debug_data),
+                    "load_debug_data": under(data.load_debug_data),
+                }
+            ),
             "train": train.model_copy(update={"save_dir": under(train.save_dir)}),
         }
     )

@@ -22,6 +22,7 @@ from trainer.background import Background
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig, resolved_json
 from trainer.data import Dataset, load_dataset
+from trainer.debug_data import Batches, Dumping, load_dumped
 from trainer.display import Display
 from trainer.eval_hook import EvalHook
 from trainer.export import Exporter
@@ -41,7 +42,7 @@ class Prepared:
 
     config: RunConfig
     architecture: Architecture
-    dataset: Dataset | None
+    dataset: Batches | None
     start: int | None
     points: tuple[cadence.Point, ...]
     buffer_bytes: int
@@ -96,7 +97,7 @@ def prepare(config: RunConfig) -> Prepared:
     store = CheckpointStore(config.save_dir, config.run.name)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
-    dataset = _dataset(config, architecture) if trains else None
+    dataset = _batches(config, architecture, start or 0) if trains else None
     points = cadence.plan(
         start=start or 0,
         num_steps=config.train.num_steps,
@@ -178,6 +179,22 @@ def _start(config: RunConfig, store: CheckpointStore) -> int | None:
             hint="name another directory, or set train.resume = true",
         )
     return latest
+
+
+def _batches(config: RunConfig, architecture: Architecture, start: int) -> Batches:
+    data, train = config.data, config.train
+    if data.load_debug_data is not None:
+        return load_dumped(
+            data.load_debug_data,
+            start + 1,
+            train.num_steps,
+            global_batch_size=train.global_batch_size,
+            vocab_size=architecture.vocab_size,
+        )
+    dataset = _dataset(config, architecture)
+    if data.save_debug_data is not None and launched_rank() == 0:
+        return Dumping(dataset, data.save_debug_data)
+    return dataset
 
 
 def _dataset(config: RunConfig, architecture: Architecture) -> Dataset:
