@@ -5,7 +5,7 @@ Invariant: making a plan starts no service, touches no GPU and no network, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,11 @@ class LaunchPlan:
         return bool(self.layout.shared)
 
 
-def make_plan(asked: Asked) -> LaunchPlan:
+def make_plan(asked: Asked, ask: Callable[[Sequence[str], str | None], RunFacts] = ask_trainer) -> LaunchPlan:
     """Read the files, ask the trainer, and lay the GPUs out.
+
+    Args:
+        ask: gives what the trainer says to its arguments and the service's address.
 
     Raises:
         ConfigError: names what can't work.
@@ -72,7 +75,7 @@ def make_plan(asked: Asked) -> LaunchPlan:
     service = _service(asked)
     fleet = service.fleet if service else None
     arguments = trainer_arguments(asked.config, asked.settings, fleet)
-    facts = _facts(arguments, service)
+    facts = _facts(ask, arguments, service)
     if service is not None:
         _check_together(facts, service)
     layout = lay_out(facts, fleet, asked.gpus)
@@ -149,9 +152,11 @@ def _beside(config: Path, given: Path | None, name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _facts(arguments: Sequence[str], service: Service | None) -> RunFacts:
+def _facts(
+    ask: Callable[[Sequence[str], str | None], RunFacts], arguments: Sequence[str], service: Service | None
+) -> RunFacts:
     try:
-        return ask_trainer(arguments, service.url if service else None)
+        return ask(arguments, service.url if service else None)
     except ConfigError as exc:
         if service is None and exc.field in ("fleet.num_eval_engines", "eval.url"):
             hint = "name it with --fleet, or unset eval.interval and eval.suites"

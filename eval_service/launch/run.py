@@ -13,10 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, Protocol
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
@@ -39,15 +40,26 @@ def say(line: str) -> None:
     print(f"evalfleet: {line}", file=sys.stderr, flush=True)
 
 
-def run_launch(plan: LaunchPlan) -> int:
+class Starter(Protocol):
+    """Starts a part; `Part.start` does, and tests put their own parts in its place."""
+
+    def __call__(
+        self, name: str, arguments: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | None = None
+    ) -> Part: ...
+
+
+def run_launch(plan: LaunchPlan, start: Starter = Part.start, *, linger_s: float = LINGER_S) -> int:
     """Run it to its end; returns the trainer's exit code, 128 + n if a signal n ended it.
+
+    Args:
+        linger_s: how long what a dead part left may take to end by itself.
 
     Raises:
         ConfigError: the port is taken.
         Unavailable: the service did not come up, so that nothing was trained.
     """
     adopt_orphans()
-    launch = Launch(plan)
+    launch = Launch(plan, start, linger_s=linger_s)
     with launch.signals.installed():
         try:
             return launch.run()
@@ -90,10 +102,14 @@ class Launch:
     """One launch; `clock` is monotonic."""
 
     plan: LaunchPlan
+    start: Starter
     signals: Signals = field(default_factory=Signals)
     clock: Callable[[], float] = time.monotonic
     service: Part | None = None
     trainer: Part | None = None
+    linger_s: float = LINGER_S
+    died_at: float | None = None  # when the service was seen to have ended before the trainer
+    swept: bool = False
     url: str | None = None
 
     def run(self) -> int:
@@ -124,7 +140,7 @@ class Launch:
         say(f"starting the service at {service.url}; its log: {log}")
         files = ["--fleet", str(service.fleet_path), "--suites", str(service.suites_path)]
         with log.open("ab") as output:
-            self.service = Part.start(
+            self.service = self.start(
                 "service",
                 ["eval_service.cli.main", "serve", *files, "--port", str(service.port)],
                 env={VISIBLE: ",".join(self.plan.layout.fleet_gpus)},
@@ -176,21 +192,29 @@ class Launch:
             "EVALFLEET_URL": self.url or "",
         }
         say(f"starting the trainer: {facts.plan}")
-        return Part.start("trainer", ["trainer.ranks", *elastic, "-m", "trainer.main", *self.plan.trainer], env=env)
+        return self.start("trainer", ["trainer.ranks", *elastic, "-m", "trainer.main", *self.plan.trainer], env=env)
 
     def _watch(self, trainer: Part) -> int:
         """Wait for the trainer's end, and pass signals on to its ranks."""
         told: dict[int, int] = {}
-        service_told = self.service is None
         while trainer.running:
-            if self.service is not None and not service_told and not self.service.running:
-                service_told = True
-                say(f"the service has ended with {self.service.process.returncode}; training goes on, unevaluated")
-                self._end(self.service)
             self._pass_on(trainer, told)
+            self._see_to_service()
             self.signals.pause(LOOK_S)
         code = trainer.process.returncode
         return code if code >= 0 else 128 - code
+
+    def _see_to_service(self) -> None:
+        """Where it has died training goes on; what it left on the GPUs gets a while to end by itself."""
+        if self.service is None or self.service.running:
+            return
+        if self.died_at is None:
+            self.died_at = self.clock()
+            say(f"the service has ended with {self.service.process.returncode}; training goes on, unevaluated")
+        elif not self.swept and self.clock() - self.died_at > self.linger_s:
+            left = self.service.left()
+            send(left, signal.SIGKILL)
+            self.swept = not left
 
     def _pass_on(self, trainer: Part, told: dict[int, int]) -> None:
         """Each rank gets SIGTERM as often as we were asked to end; torchrun would kill them after a while."""
@@ -243,11 +267,10 @@ class Launch:
             part.wait(LOOK_S)
         part.send(signal.SIGKILL)
         part.wait(LINGER_S)
-        if not self._await_none(part, LINGER_S):
-            for _ in range(3):  # what one of them starts while it is being killed
-                send(part.left(), signal.SIGKILL)
-                if self._await_none(part, LINGER_S / 3):
-                    break
+        for _ in range(4):  # and what one of them starts while it is being killed
+            if self._await_none(part, self.linger_s):
+                break
+            send(part.left(), signal.SIGKILL)
 
     def _await_none(self, part: Part, timeout_s: float, *, stops: bool = False) -> bool:
         """Wait until a part has no process left; whether that is so. `stops`: only until we are asked once more."""
