@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def adopt_orphans() -> None:
     """Become the parent of what loses its own, from now on."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bury(parts: Collection[int]) -> None:
+    """Reap what was adopted and has ended, so that a long run gathers no zombies; the parts themselves are Popen's."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in parts:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def environment() -> dict[str, str]:

@@ -26,7 +26,7 @@ from eval_service.contract.wire import EngineState, OnTimeout
 from eval_service.fleet_config import EVAL_GROUP
 from eval_service.launch.layout import VISIBLE
 from eval_service.launch.plan import LaunchPlan, Service
-from eval_service.launch.processes import Part, adopt_orphans, send
+from eval_service.launch.processes import Part, adopt_orphans, bury, send
 
 LOOK_S = 0.2
 READY_TIMEOUT_S = 180.0
@@ -200,6 +200,7 @@ class Launch:
         while trainer.running:
             self._pass_on(trainer, told)
             self._see_to_service()
+            bury({part.process.pid for part in (self.trainer, self.service) if part is not None})
             self.signals.pause(LOOK_S)
         code = trainer.process.returncode
         return code if code >= 0 else 128 - code
@@ -221,7 +222,7 @@ class Launch:
         if self.signals.count == 0:
             return
         ranks = trainer.children()
-        if not ranks:
+        if not ranks and not told:  # it has not come to starting them
             trainer.send(signal.SIGTERM)
         for rank in ranks:
             while told.setdefault(rank.pid, 0) < self.signals.count:

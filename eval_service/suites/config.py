@@ -58,6 +58,16 @@ class SuiteConfig(Section):
     max_error_rate: float = Field(default=0.05, ge=0, le=1, description="more errored samples fail the point")
     prompt_format: Literal["rendered"] = "rendered"
 
+    @field_validator("prompt_format", mode="before")
+    @classmethod
+    def _no_template_over_a_rendered_prompt(cls, value: object) -> object:
+        if value in ("chat", "messages", "template"):
+            raise ValueError(
+                f"no template can be applied ({value!r}): datasets hold rendered prompts, sent as they stand; "
+                "leave it out, and render the prompts with the model's chat template"
+            )
+        return value
+
     @field_validator("scorer")
     @classmethod
     def _known_scorer(cls, value: str) -> str:

@@ -38,6 +38,22 @@ def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_prompts_that_need_a_chat_template_are_refused_in_a_rendered_suite_and_the_reverse(
+    file: Path, tmp_path: Path
+) -> None:
+    """The model would be asked in a form that it was never trained on, and the curve would look like a bad model."""
+    file.write_text(GOOD.replace('scorer = "exact"', 'scorer = "exact"\nprompt_format = "chat"'))
+    fault = _fault(file)
+    assert fault.field == "suites.letters.prompt_format"
+    assert "render the prompts" in str(fault.hint)
+    file.write_text(GOOD)
+    _jsonl(tmp_path / "reverse.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
+    fault = _fault(file)
+    assert fault.field == "suites.letters.datasets.0"
+    assert "holds chat messages" in fault.message
+    assert "chat template" in str(fault.hint)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     _jsonl(tmp_path / "reverse.jsonl", [{"prompt": f"r{i}", "answer": f"{i}", "extra": i} for i in range(4)])
