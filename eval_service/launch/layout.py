@@ -79,6 +79,8 @@ def lay_out(facts: RunFacts, fleet: FleetConfig | None, host: Sequence[str]) -> 
     )
     if not host:
         _refuse_gpu_engines(needed)
+    if fleet and not starts and facts.has_engines:
+        _refuse_others(fleet)
     total = sum(each * group.bounds[1] for _, group, each in needed)
     first = _first_of_fleet(facts, needed, total, len(host))
     ranks = tuple(host[: facts.ranks]) if host else (None,) * facts.ranks
@@ -91,6 +93,17 @@ _Need = tuple[str, GroupConfig, int]  # a group's name, itself, and the GPUs of 
 def _gpus_each(group: GroupConfig, *, on_gpus: bool) -> int:
     on_cpu = group.grade in ("sglang-cpu", "fake") or (group.grade == "auto" and not on_gpus)
     return 0 if group.kind == "attached" or on_cpu else group.num_gpus_per_engine
+
+
+def _refuse_others(fleet: FleetConfig) -> None:
+    """Attached engines evaluate, and none is to be started; then no other group may start any either."""
+    for name, group in fleet.groups.items():
+        if group.kind != "attached" and group.bounds[1]:
+            raise ConfigError(
+                "the eval group has no engines, so none is started, and this group asks for some",
+                field=f"groups.{name}.num_engines",
+                hint="set it to 0, or let groups.eval.num_engines allow one",
+            )
 
 
 def _refuse_gpu_engines(needed: Iterable[_Need]) -> None:

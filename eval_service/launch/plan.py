@@ -161,7 +161,7 @@ def _facts(
         if service is None and exc.field in ("fleet.num_eval_engines", "eval.url"):
             hint = "name it with --fleet, or unset eval.interval and eval.suites"
             raise ConfigError(
-                "the run is to be evaluated, and no fleet.toml lies beside its file", field="--fleet", hint=hint
+                "the run asks for engines, and no fleet.toml lies beside its file", field="--fleet", hint=hint
             ) from exc
         raise
 

@@ -82,14 +82,17 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Count SIGTERM and SIGINT instead of dying of them."""
+        """Count them instead of dying of them; a closed terminal is one too, unless nohup has had it ignored."""
 
         def handle(number: int, _: object) -> None:
             self.count += 1
             self.number = number
             self._wake.set()
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:

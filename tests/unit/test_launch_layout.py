@@ -101,9 +101,18 @@ def test_without_a_word_of_the_environment_the_device_files_are_counted(tmp_path
 
 
 def test_nothing_is_reserved_when_no_engine_starts_whatever_the_groups_say() -> None:
-    layout = lay_out(run(8, starts_inference_engines=False), fleet(4), host(8))
+    layout = lay_out(run(8, starts_inference_engines=False, has_engines=False), fleet(4), host(8))
     assert layout.engines == ()
     assert len(layout.trainer_gpus) == 8
+
+
+def test_where_only_attached_engines_evaluate_no_other_group_may_start_one() -> None:
+    none = run(starts_inference_engines=False)
+    theirs: dict[str, Any] = {"kind": "attached", "model": "/m", "urls": ["http://gpu-7:30000"]}
+    assert lay_out(none, fleet(0, theirs=theirs), host(1)).fleet_gpus == ()
+    with pytest.raises(ConfigError) as caught:
+        lay_out(none, fleet(0, theirs=theirs, judge={"kind": "frozen", "model": "/j"}), host(2))
+    assert caught.value.field == "groups.judge.num_engines"
 
 
 def test_whether_engines_start_is_read_from_the_one_property_and_not_from_what_it_is_made_of() -> None:

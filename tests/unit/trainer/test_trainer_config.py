@@ -83,6 +83,7 @@ def test_the_resolved_config_loads_again(path: Path) -> None:
         ("eval.max_in_flight=0", "eval.max_in_flight"),
         ("eval.keep=-1", "eval.keep"),
         ("eval.snapshot_source=caller", "eval.snapshot_source"),
+        ('eval.snapshot_source=""', "eval.snapshot_source"),
         ("eval.snapshot_source=reuse", "train.save_hf"),
         ("run.name=a/b", "run.name"),
         ("run.name=a..b", "run.name"),
