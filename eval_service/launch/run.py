@@ -256,13 +256,21 @@ class Launch:
         until = self.clock() + self.plan.service.fleet.service.point_timeout_s
         told = False
         while self.signals.count == 0 and service.running and self.clock() < until:
-            counts = client.run(self.plan.facts.run).points
-            if not (under_way := sum(counts.get(state, 0) for state in _UNDER_WAY)):
+            under_way = self._under_way(client)
+            if under_way == 0:
                 return
-            if not told:
+            if under_way and not told:
                 told = True
                 say(f"{under_way} points are still under way; the service ends after them (Ctrl-C: now)")
             self.signals.pause(1.0)
+
+    def _under_way(self, client: EvalClient) -> int | None:
+        """Points of the run that may still end; None while the service can't say."""
+        try:
+            counts = client.run(self.plan.facts.run).points
+        except Unavailable:
+            return None
+        return sum(counts.get(state, 0) for state in _UNDER_WAY)
 
     def _end(self, part: Part) -> None:
         part.send(signal.SIGTERM)
