@@ -123,7 +123,7 @@ def _first_of_fleet(facts: RunFacts, needed: Sequence[_Need], total: int, host: 
             f"{facts.ranks} ranks (tensor {facts.tensor} x pipeline {facts.pipeline} x data {facts.data}) need a GPU "
             f"each, and this host has {host}",
             field="parallel",
-            hint="lower parallel.tensor, .pipeline or .data",
+            hint="lower parallel.tensor, .pipeline or .data; --gpus 0 trains on the CPU",
         )
     if facts.ranks + total <= host or not total:
         return facts.ranks
