@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
-
-from ray.serve.config import AutoscalingContext
+from typing import TYPE_CHECKING, Any
 
 from eval_service.contract.wire import FleetView
 from eval_service.ledger.database import FLEET, Database
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 LOOK_EVERY_S = 0.5
 log = logging.getLogger(__name__)

@@ -332,9 +332,8 @@ def part_fleet(run: Measurement) -> Found:
     length_s = max(20.0, min(run.plan["fleet_s"], run.clock.left(1e9) - run.plan["launch_s"] - 60.0))
     every = min(every, run.plan["num_steps"])
     exports = max(4, int(length_s / step_s) // every)
-    settings = (f"train.num_steps={every * exports}", f"eval.interval={every}", "eval.max_in_flight=32")
-    settings += (f"data.train={an_epoch(run, every)}",)
-    trainer = start_training(run, "fleet", run.ranks, *settings)
+    settings = [f"train.num_steps={every * exports}", f"eval.interval={every}", "eval.max_in_flight=32"]
+    trainer = start_training(run, "fleet", run.ranks, *settings, f"data.train={an_epoch(run, every)}")
     happened: list[Found] = []
     with Looks(run.client) as looks:
         try:
@@ -482,7 +481,7 @@ def exported(run: Measurement, name: str) -> Path:
 
 
 def compare_exports(model: Path, exports: dict[str, Path]) -> Found:
-    """Two ranks' untrained weights against the model that they were read from, their trained ones against one rank's."""
+    """Two ranks' untrained weights against the model that was read, their trained ones against one rank's."""
     import torch
 
     base, still, one, two = (tensors_of(path) for path in (model, exports["still"], exports["one"], exports["two"]))

@@ -60,6 +60,11 @@ def settled(live: Live, engines: int, timeout_s: float = 60.0) -> None:
     wait_for(look, f"{engines} engines", timeout_s)
 
 
+def settled_at(live: Live, engines: int) -> None:
+    """Wait until so many are there, in whatever state."""
+    wait_for(lambda: group(live).actual == engines, f"{engines} engines")
+
+
 def test_the_fleet_follows_scale_up_and_down_and_shows_desired_and_actual(fakes: Live) -> None:
     settled(fakes, 1)
     assert (group(fakes).least, group(fakes).most, group(fakes).sized_by) == (1, 4, "config")
@@ -82,7 +87,7 @@ def test_points_under_way_lose_nothing_while_engines_come_and_go(fakes: Live) ->
     for engines in (1, 4, 2):
         wait_for(lambda: any(engine.in_flight for engine in group(fakes).engines), "work in flight")
         fakes.client.scale("eval", engines)
-        wait_for(lambda engines=engines: group(fakes).actual == engines, f"{engines} engines")
+        settled_at(fakes, engines)
     points = fakes.ended("swings", 6)
     assert [point.state for point in points] == [DONE] * 6
     assert [point.attempts for point in points] == [1] * 6, "an engine that leaves costs a point no attempt"
