@@ -1,7 +1,8 @@
 """Serve's autoscaling policy of a group: as many replicas as the service says that there should be engines.
 
 It runs on the loop of Serve's own controller, where nothing may block or raise: the ledger is looked at in a thread,
-and what was last seen there counts. Before anything was seen, a group stays as it is.
+and what was last seen there counts. Until something was shown since the policy began, a group stays as it is: what an
+earlier service wanted may be no longer so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DesiredCount:
         self._group = group
         self._database: Database | None = None
         self._seen: int | None = None
+        self._since = time.time()
         self._looked_at = float("-inf")
         self._looking = threading.Lock()
 
@@ -50,7 +52,7 @@ class DesiredCount:
             if self._database is None:
                 self._database = Database(self._url)
             shown = self._database.read_meta(FLEET)
-            groups = FleetView.model_validate_json(shown[0]).groups if shown else ()
+            groups = FleetView.model_validate_json(shown[0]).groups if shown and shown[1] >= self._since else ()
             self._seen = next((group.desired for group in groups if group.name == self._group), self._seen)
         except Exception as exc:  # noqa: BLE001 - a thread's edge: what was seen before stays
             log.warning("how many engines %s should have can't be told: %r", self._group, exc)

@@ -5,13 +5,14 @@
 | size | ranks of the trainer | engines | parts |
 | --- | --- | --- | --- |
 | cpu | 2 (gloo, tensor 2) | 2 | alone, throughput, fleet |
-| 2 | 1 | 1 | alone, points, steps, tp |
+| 2 | 1 | 1 | alone, steps, points, tp |
 | 4 | 2 (tensor 2) | 2 | alone, throughput, fleet |
 | 8 | 4 (tensor 2 x data 2) | 4 | alone, throughput, fleet |
 
 - `alone`: the training with no evaluation; it runs while the engines start.
-- `points`: exactly three points, checked by `evalfleet check --expect-points 3`.
 - `steps`: the training of `alone`, evaluated: the mean step against alone's.
+- `points`: `evalfleet launch` lays out a service of its own and a training with exactly three points, checked by
+  `evalfleet check --expect-points 3`.
 - `throughput`: the same requests to one engine alone, then N times as many to all.
 - `fleet`: the training evaluated every few steps, while the fleet is scaled down and up by one and an engine is killed.
 - `tp`: two ranks against one, the fleet off: losses, and the exports of untrained and of trained weights.
@@ -67,13 +68,13 @@ Found = dict[str, Any]
 FLEET_PARTS = ("alone", "throughput", "fleet")
 SIZES: dict[str, Found] = {
     "cpu": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
-    "2": {"tensor": 1, "data": 1, "engines": 1, "parts": ("alone", "points", "steps", "tp")},
+    "2": {"tensor": 1, "data": 1, "engines": 1, "parts": ("alone", "steps", "points", "tp")},
     "4": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
     "8": {"tensor": 2, "data": 2, "engines": 4, "parts": FLEET_PARTS},
 }
 FULL: Found = {
     "shape": "qwen3-0.6b",
-    "num_steps": 120,  # of `points`, and an epoch: a short file, since each training tokenizes all of it
+    "num_steps": 120,  # an epoch, half of `points`: a short file, since each training tokenizes all of it
     "batch": 128,
     "lr": 3e-4,
     "warmup": 30,
@@ -139,6 +140,10 @@ class Measurement:
             raise RuntimeError(f"{first + count} GPUs are needed, and {len(all_of_them)} are visible")
         return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
+    def files(self) -> list[str]:
+        """The service's."""
+        return ["--fleet", str(self.work / "fleet.toml"), "--suites", str(self.work / "suites.toml")]
+
     def keep(self) -> None:
         """Write what was found so far."""
         self.found["verdicts"] = verdicts(self.found)
@@ -149,27 +154,38 @@ class Measurement:
 # --- the service and the trainer
 
 
-def start_service(run: Measurement) -> None:
+def start_service(run: Measurement, engines_at_least: int = 1) -> None:
     """Start it, with its first engine; the others follow once that one has built what all of them need."""
-    files = ["--fleet", str(run.work / "fleet.toml"), "--suites", str(run.work / "suites.toml")]
+    if engines_at_least == 0:
+        fleet = run.work / "fleet.toml"
+        fleet.write_text(fleet.read_text().replace("num_engines = [1,", "num_engines = [0,"))
     run.service = Process(
-        ["-m", "eval_service.cli.main", "serve", *files],
+        ["-m", "eval_service.cli.main", "serve", *run.files()],
         run.work / "logs" / "service.log",
         cwd=run.work,
         **run.gpus(run.ranks, run.plan["engines"]),
     )
-    run.found["service"] = {"started_at": time.time()}
+    run.found.setdefault("service", {})["started_at"] = time.time()
+
+
+def connect(run: Measurement, timeout_s: float) -> Any:
+    """Wait until the service answers for good."""
+    from eval_service.contract.client import EvalClient
+
+    client = EvalClient(f"http://127.0.0.1:{run.port}")
+    wait_until(lambda: client.ready().ok, run.clock.left(timeout_s))
+    run.client = client
+    return client
 
 
 def need_engines(run: Measurement) -> None:
     """Wait until all engines are there, which is done once."""
-    from eval_service.contract.client import EvalClient
-
     if run.client is not None:
         return
+    if run.service is None:
+        start_service(run)
     assert run.service is not None
-    about, count = run.found["service"], run.plan["engines"]
-    client = EvalClient(f"http://127.0.0.1:{run.port}")
+    client, about, count = connect(run, 120.0), run.found["service"], run.plan["engines"]
     wait_for_engines(client, run.service, 1, run.clock.left(330.0))
     about["first_engine_s"] = time.time() - about["started_at"]
     say(f"the first engine is there after {about['first_engine_s']:.0f} s")
@@ -179,7 +195,6 @@ def need_engines(run: Measurement) -> None:
         wait_for_engines(client, run.service, count, run.clock.left(200.0))
         about["other_engines_s"] = time.time() - began
         say(f"{count} engines are there after {about['other_engines_s']:.0f} s more")
-    run.client = client
 
 
 def stop_service(run: Measurement) -> None:
@@ -276,9 +291,25 @@ def part_alone(run: Measurement) -> Found:
 
 
 def part_points(run: Measurement) -> Found:
-    need_engines(run)
-    steps = run.plan["num_steps"]
-    found = train(run, "points", run.ranks, f"train.num_steps={steps}", f"eval.interval={steps // 2}")
+    """One command starts a service and the training, and ends both; a service without engines then tells of it."""
+    stop_service(run)
+    epoch = run.plan["num_steps"]
+    command = ["-m", "eval_service.cli.main", "launch", "--config", str(run.work / "run.toml"), *run.files()]
+    command += ["--port", str(run.port)]
+    own = ("run.name=points", f"run.output_dir={run.work / 'points'}")
+    for setting in (*own, f"train.num_steps={2 * epoch}", f"eval.interval={epoch}"):
+        command += ["--set", setting]
+    gpus = run.gpus(0, run.ranks + run.plan["engines"])
+    began = time.time()
+    launch = Process(command, run.work / "logs" / "launch.log", cwd=run.work, **gpus)
+    try:
+        found = end_training(run, "points", launch, 330.0) | {"launch_said": launch.tail(2500)}
+    finally:
+        launch.end(patience_s=60.0)
+        shutil.rmtree(run.work / "points" / "checkpoints", ignore_errors=True)
+    found |= {"launch_s": time.time() - began}
+    start_service(run, engines_at_least=0)
+    connect(run, 60.0)
     return found | evaluated(run, "points", 3)
 
 
@@ -384,15 +415,19 @@ def disturb(run: Measurement, trainer: Process, happened: list[Found]) -> None:
     victim = wait_until(lambda: working(client), goes_on())
     os.kill(victim.server_pid, signal.SIGKILL)
     note("killed", engine=victim.id, point=victim.point, in_flight=victim.in_flight)
-    assert run.service is not None
-    wait_for_engines(client, run.service, count, goes_on())
-    note("all engines are back")
+    wait_until(lambda: trainer.process.poll() is not None or ready(client) == count, goes_on())
+    if ready(client) == count:
+        note("all engines are back")
 
 
 def working(client: Any) -> Any | None:
     """An engine with requests of a point in flight."""
     found = [engine for engine in engines(client) if engine.in_flight and str(engine.state) == "ready"]
     return found[0] if found else None
+
+
+def ready(client: Any) -> int:
+    return sum(str(engine.state) in ("ready", "pinning") for engine in engines(client))
 
 
 def run_events(run: Measurement, name: str) -> set[str]:
@@ -522,8 +557,8 @@ PARTS: dict[str, Callable[[Measurement], Found]] = {
     "fleet": part_fleet,
     "tp": part_tp,
 }
-NEED_SERVICE = {"points", "steps", "throughput", "fleet"}
-NEED_S = {"alone": 60.0, "points": 60.0, "steps": 70.0, "throughput": 30.0, "fleet": 120.0, "tp": 100.0}
+NEED_SERVICE = {"steps", "throughput", "fleet"}  # one that is started early
+NEED_S = {"alone": 60.0, "points": 150.0, "steps": 70.0, "throughput": 30.0, "fleet": 120.0, "tp": 120.0}
 
 
 def measure(run: Measurement, parts: list[str]) -> None:

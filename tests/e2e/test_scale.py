@@ -98,6 +98,7 @@ def test_points_under_way_lose_nothing_while_engines_come_and_go(fakes: Live) ->
         assert {sample.weight_version for sample in samples} == {point.weight_version}
 
 
+@pytest.mark.destructive
 def test_queued_points_bring_real_engines_up_from_zero_and_idleness_back_to_zero(live: Live) -> None:
     """The session's own engines: all of them end, two come for the work, and go when it is done."""
     live.client.put_run("tide", RunSpec(root=str(live.root), suites=("letters",), max_in_flight=9))
@@ -113,5 +114,4 @@ def test_queued_points_bring_real_engines_up_from_zero_and_idleness_back_to_zero
         assert {point.state for point in points} == {PointState.DONE}
         wait_for(lambda: (group(live).desired, group(live).actual) == (0, 0), "no engine again")
     finally:
-        live.client.scale("eval", 2)
-        live.wait_engines()
+        live.client.scale("eval", 2)  # they come while whatever runs next begins

@@ -36,13 +36,16 @@ def until(policy: DesiredCount, count: int) -> None:
         threading.Event().wait(0.01)
 
 
-def test_a_group_stays_as_it_is_until_a_controller_has_decided_and_then_follows(
+def test_a_group_stays_as_it_is_until_a_controller_of_now_has_decided_and_then_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scaling, "LOOK_EVERY_S", 0.01)
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    show(url, 4)  # by an earlier service
     policy = DesiredCount(url, "eval")
-    until(policy, 7)
+    for _ in range(20):
+        assert policy(CONTEXT)[0] == 7
+        threading.Event().wait(0.01)
     for desired in (3, 0, 2):
         show(url, desired)
         until(policy, desired)
@@ -53,8 +56,8 @@ def test_a_ledger_that_cannot_be_read_leaves_the_count_and_raises_nothing(
 ) -> None:
     monkeypatch.setattr(scaling, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "ledger.db"
-    show(f"sqlite:///{file}", 3)
     policy = DesiredCount(f"sqlite:///{file}", "eval")
+    show(f"sqlite:///{file}", 3)
     until(policy, 3)
     file.write_bytes(b"no ledger")
     for _ in range(20):
