@@ -14,7 +14,7 @@
 - `points`: `evalfleet launch` lays out a service of its own and a training with exactly three points, checked by
   `evalfleet check --expect-points 3`.
 - `throughput`: the same requests to one engine alone, then N times as many to all.
-- `fleet`: the training evaluated every few steps, while the fleet is scaled down and up by one and an engine is killed.
+- `fleet`: the training evaluated every few steps, while an engine is killed and the fleet scaled down and up.
 - `tp`: two ranks against one, the fleet off: losses, and the exports of untrained and of trained weights.
 
 What was found is written to `<out>/fleet-<size>.json` after each part, so a run that is cut leaves its figures. A part
@@ -78,7 +78,7 @@ FULL: Found = {
     "batch": 128,
     "lr": 3e-4,
     "warmup": 30,
-    "examples": 1024,
+    "examples": 4096,
     "points": 2,
     "buffer": "device",
     "keep": 3,
@@ -88,7 +88,7 @@ FULL: Found = {
     "export_every": 40,  # of `steps`; epochs end at multiples of it, as an epoch's end is a point too
     "tp_steps": 20,
     "fleet_s": 120.0,  # how long the training of `fleet` is to take, and how often it has a point
-    "point_every_s": 6.0,
+    "point_every_s": 5.0,
     "launch_s": 60.0,  # of a training, beside its steps
 }
 TINY: Found = FULL | {
@@ -368,7 +368,7 @@ def part_fleet(run: Measurement) -> Found:
     happened: list[Found] = []
     with Looks(run.client) as looks:
         try:
-            disturb(run, trainer, happened)
+            disturb(run, trainer, happened, length_s)
         except Exception:  # noqa: BLE001 - what did not happen is told; the training goes on
             happened.append({"what": "gave up", "detail": traceback.format_exc()[-1500:]})
         found = end_training(run, "fleet", trainer, length_s + run.plan["launch_s"] + 150.0)
@@ -388,50 +388,61 @@ def an_epoch(run: Measurement, steps: int) -> Path:
 # --- what happens to a fleet
 
 
-def disturb(run: Measurement, trainer: Process, happened: list[Found]) -> None:
-    """Scale down by one and up again, then kill an engine, each while it works on a point."""
+def disturb(run: Measurement, trainer: Process, happened: list[Found], length_s: float) -> None:
+    """Kill an engine, then scale down by one and up again, each while points run.
+
+    The scaling waits for the killed engine to be back, but not so long that the training ends before it.
+    """
     client, count = run.client, run.plan["engines"]
+    wait_until(lambda: "step_begin" in {entry["event"] for entry in step_log(run, "fleet")}, run.clock.left(120.0))
     began = time.monotonic()
 
     def note(what: str, **about: Any) -> None:
         say(what)
         happened.append({"what": what, "at_s": time.monotonic() - began, **about})
 
-    def goes_on() -> float:
-        return run.clock.left(240.0) if trainer.process.poll() is None else 1.0
+    def soon() -> float:
+        return run.clock.left(150.0) if trainer.process.poll() is None else 1.0
 
-    def there() -> int:
-        return int(next(group.actual for group in client.fleet().groups if group.name == "eval"))
+    def late() -> bool:
+        return time.monotonic() - began > 0.6 * length_s or trainer.process.poll() is not None
 
-    wait_until(lambda: "step_begin" in run_events(run, "fleet"), goes_on())
-    wait_until(lambda: working(client), goes_on())
-    if count > 1:
-        client.scale("eval", count - 1)
-        wait_until(lambda: there() == count - 1, goes_on())
-        note("scaled down", engines=count - 1)
-        client.scale("eval", count)
-        wait_until(lambda: there() == count, goes_on())
-        note("scaled up", engines=count)
-    victim = wait_until(lambda: working(client), goes_on())
+    victim = wait_until(lambda: working(client), soon())
     os.kill(victim.server_pid, signal.SIGKILL)
-    note("killed", engine=victim.id, point=victim.point, in_flight=victim.in_flight)
-    wait_until(lambda: trainer.process.poll() is not None or ready(client) == count, goes_on())
+    state = str(client.point(victim.point).state)
+    note("killed", engine=victim.id, point=victim.point, in_flight=victim.in_flight, state_of_point=state)
+    wait_until(lambda: ready(client) < count, soon())
+    wait_until(lambda: ready(client) == count or late(), soon())
+    if ready(client) == count:
+        note("the killed engine is back")
+    if count == 1:
+        return
+    wait_until(lambda: working(client), soon())
+    for what, wanted in (("scaled down", count - 1), ("scaled up", count)):
+        scale(client, wanted, soon())
+        note(what, engines=wanted)
+    wait_until(lambda: ready(client) == count or trainer.process.poll() is not None, soon())
     if ready(client) == count:
         note("all engines are back")
 
 
+def scale(client: Any, wanted: int, timeout_s: float) -> None:
+    """Ask for so many engines, and wait until so many are there, in whatever state."""
+    client.scale("eval", wanted)
+    wait_until(lambda: next(g.actual for g in client.fleet().groups if g.name == "eval") == wanted, timeout_s)
+
+
 def working(client: Any) -> Any | None:
-    """An engine with requests of a point in flight."""
-    found = [engine for engine in engines(client) if engine.in_flight and str(engine.state) == "ready"]
-    return found[0] if found else None
+    """An engine with requests of a point in flight; the view may be a second old, so the point is asked about too."""
+    for engine in engines(client):
+        busy = engine.in_flight and engine.point and str(engine.state) == "ready"
+        if busy and str(client.point(engine.point).state) == "running":
+            return engine
+    return None
 
 
 def ready(client: Any) -> int:
     return sum(str(engine.state) in ("ready", "pinning") for engine in engines(client))
-
-
-def run_events(run: Measurement, name: str) -> set[str]:
-    return {entry["event"] for entry in step_log(run, name)}
 
 
 def wait_until(look: Callable[[], Any], timeout_s: float) -> Any:
