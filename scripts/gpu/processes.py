@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# A machine that shares its NVLink switches with others must not be asked for multicast.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+HOST = {
+    # A machine that shares its NVLink switches with others must not be asked for multicast.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # A virtual machine whose memory grows as it is used looks full to Ray, which would end engines.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 
 
 class Clock:
@@ -35,7 +41,7 @@ def environment() -> dict[str, str]:
     paths = [str(ROOT), *(part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
     return {
         **os.environ,
-        **NO_MULTICAST,
+        **HOST,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
