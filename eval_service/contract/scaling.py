@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from eval_service.contract.wire import Wire
 
 
 class ScaleRequest(Wire):
     """`POST /fleet/{group}/scale`: so many engines from now on; null: as the fleet's config says again."""
 
-    engines: int | None
+    engines: Annotated[int, Field(strict=True)] | None
 
 
 class ScaleReply(Wire):
