@@ -161,7 +161,9 @@ class Controller:
             wait_timeout_s=self._service.point_timeout_s,
         )
         async with Router(limits) as router:
-            sizes = Sizes(self._parts.config.groups, await ledger(moves.sizes_before), self._clock)
+            groups = self._parts.config.groups
+            before = await ledger(ScaleOrders(self._parts.database, groups).decided)
+            sizes = Sizes(groups, before, self._clock)
             self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, sizes, self.wake, self._clock)
             try:
                 while self._goes_on():

@@ -12,7 +12,7 @@ from sqlalchemy import RowMapping, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.contract.wire import FleetView, Metric
+from eval_service.contract.wire import Metric
 from eval_service.ledger import carrying
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.receipts import end_drains, to_end
@@ -108,12 +108,6 @@ class Moves:
             done += carrying.end_deleted_runs(turn)
             done += carrying.expire_reservations(turn, reservation_timeout_s)
             return done
-
-    def sizes_before(self) -> dict[str, int]:
-        """How many engines each group was last said to want."""
-        shown = self._db.read_meta(FLEET)
-        groups = FleetView.model_validate_json(shown[0]).groups if shown else ()
-        return {group.name: group.desired for group in groups}
 
     def show_life(self, fleet: str) -> None:
         """Write the controller's sign of life and the fleet as it sees it."""

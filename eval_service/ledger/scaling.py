@@ -8,8 +8,9 @@ from sqlalchemy import delete, select
 
 from eval_service.contract.errors import InvalidRequest, NotFound
 from eval_service.contract.scaling import ScaleReply
+from eval_service.contract.wire import FleetView
 from eval_service.fleet_config import GroupConfig
-from eval_service.ledger.database import Database, put
+from eval_service.ledger.database import FLEET, Database, put
 from eval_service.ledger.schema import meta
 
 _KEY = "engines:"  # of `meta`; the group's name follows
@@ -49,6 +50,12 @@ class ScaleOrders:
         with self._db.reading() as connection:
             rows = connection.execute(select(meta.c.key, meta.c.value).where(meta.c.key.startswith(_KEY))).all()
         return {key.removeprefix(_KEY): int(value) for key, value in rows}
+
+    def decided(self) -> dict[str, int]:
+        """How many engines each group was last said to have to have."""
+        shown = self._db.read_meta(FLEET)
+        groups = FleetView.model_validate_json(shown[0]).groups if shown else ()
+        return {group.name: group.desired for group in groups}
 
     def _scalable(self, group: str) -> GroupConfig:
         config = self._groups.get(group)
