@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
+from pydantic import ValidationError
 from sqlalchemy import delete, select
 
 from eval_service.contract.errors import InvalidRequest, NotFound
@@ -52,10 +54,11 @@ class ScaleOrders:
         return {key.removeprefix(_KEY): int(value) for key, value in rows}
 
     def decided(self) -> dict[str, int]:
-        """How many engines each group was last said to have to have."""
+        """How many engines each group was last decided to have; nothing where another version wrote that."""
         shown = self._db.read_meta(FLEET)
-        groups = FleetView.model_validate_json(shown[0]).groups if shown else ()
-        return {group.name: group.desired for group in groups}
+        with suppress(ValidationError):
+            return {g.name: g.desired for g in FleetView.model_validate_json(shown[0]).groups} if shown else {}
+        return {}
 
     def _scalable(self, group: str) -> GroupConfig:
         config = self._groups.get(group)

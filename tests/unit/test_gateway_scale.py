@@ -49,6 +49,13 @@ def test_what_has_no_engines_of_ours_cannot_be_scaled(api: Api, group: str, stat
     assert (error["field"], said in error["message"]) == ("group", True)
 
 
+def test_a_fleet_that_another_version_has_shown_keeps_no_controller_from_acting(api: Api) -> None:
+    scaling = ScaleOrders(api.ledger.db, GROUPS)
+    assert scaling.decided() == {}
+    api.ledger.moves.show_life('{"groups": [{"name": "eval", "count": 3}]}')
+    assert scaling.decided() == {}
+
+
 def test_what_is_no_count_is_refused(api: Api) -> None:
     for body in ({}, {"engines": "2"}, {"engines": True}, {"engines": 1.0}, {"engines": 1, "now": True}):
         assert api.error("POST", "/fleet/eval/scale", 422, json=body)["code"] == "invalid_request"
