@@ -502,7 +502,8 @@ def part_tp(run: Measurement) -> Found:
     found: Found = {}
     base = (*no_evaluation(), "train.save_hf=true")
     short = (*base, f"train.num_steps={run.plan['tp_steps']}", "train.warmup_steps=2")
-    still = (*base, "train.num_steps=1", "train.lr=1e-30", "train.weight_decay=0.0")
+    # Next to nothing, and nothing in float32: also a weight that is 0 stays what it is.
+    still = (*base, "train.num_steps=1", "train.lr=1e-300", "train.weight_decay=0.0")
     batch = f"train.micro_batch_size={run.plan['batch']}"
     runs = {"still": (2, still), "two": (2, short), "one": (1, short)}
     try:
