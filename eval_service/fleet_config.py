@@ -57,6 +57,8 @@ class GroupConfig(Section):
     model: Path | None = Field(default=None, description="HF directory that the engines boot with")
     grade: Literal["auto", "sglang", "sglang-cpu", "fake"] = "auto"
     num_engines: int | tuple[int, int] = Field(default=1, description="a count, or least and most")
+    autoscale: bool = Field(default=False, description="as many within num_engines as queued work is worth")
+    idle_timeout_s: float = Field(default=300.0, ge=0, description="autoscale: with less work for so long, fewer")
     num_gpus_per_engine: int = Field(default=1, ge=0, description="0 on the CPU engine")
     server_concurrency: int = Field(default=32, ge=1, description="requests in flight per engine")
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -73,7 +75,7 @@ class GroupConfig(Section):
 
     @property
     def desired(self) -> int:
-        """How many engines there should be now."""
+        """How many engines there should be where nobody has asked for another number."""
         if self.kind == "attached":
             return len(self.urls)
         return 0 if self.kind == "placeholder" else self.bounds[0]
@@ -89,6 +91,8 @@ class GroupConfig(Section):
             raise ValueError("model: name the HF directory that the engines boot with")
         if most == 0 and self.overrides and self.kind != "attached":
             raise ValueError("overrides: the group has no engines; allow some with num_engines, or remove them")
+        if self.autoscale and self.kind != "pinned":
+            raise ValueError(f"autoscale: points queue for the pinned group, and this one is {self.kind}")
         self._check_attached()
         return self
 

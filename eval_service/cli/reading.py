@@ -155,7 +155,10 @@ def _fleet_text(view: FleetView) -> str:
         for group in view.groups
         for e in group.engines
     ]
-    wanted = [f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready" for group in view.groups]
+    wanted = [
+        f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready, {group.actual} there"
+        for group in view.groups
+    ]
     return "\n".join([*wanted, columns(header, rows)])
 
 

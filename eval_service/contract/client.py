@@ -10,12 +10,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
 from eval_service.contract.names import check_run
+from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import (
     DispatchReply,
@@ -210,6 +212,12 @@ class EvalClient:
     def fleet(self) -> FleetView:
         """Engines, pins, in flight."""
         return self._call(FleetView, "GET", "/fleet")
+
+    def scale(self, group: str, engines: int | None) -> ScaleReply:
+        """Ask for so many engines of a group; None: as many as its config says."""
+        return self._call(
+            ScaleReply, "POST", f"/fleet/{quote(group, safe='')}/scale", body=ScaleRequest(engines=engines)
+        )
 
     def run(self, run: str) -> RunView:
         """One run."""

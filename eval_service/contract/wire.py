@@ -374,14 +374,21 @@ class EngineView(Wire):
     heard_at: float
 
 
+SizedBy = Literal["config", "scale", "work"]
+
+
 class GroupView(Wire):
-    """Engines with one purpose."""
+    """Engines with one purpose: how many there should be, are there, and can be pinned or asked."""
 
     name: str
     kind: str
     grade: str
     desired: int
+    actual: int = Field(default=0, description="whatever their state, lost ones apart")
     ready: int
+    least: int = Field(default=0, description="bounds of `desired`, from the fleet's config")
+    most: int = 0
+    sized_by: SizedBy = Field(default="config", description="what `desired` comes from")
     engines: tuple[EngineView, ...]
 
 

@@ -26,6 +26,7 @@ from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
 from eval_service.controller.pinning import Pinner
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
+from eval_service.controller.sizing import Sizes, worth
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database, Fenced
@@ -33,6 +34,7 @@ from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.limits import Limits
@@ -159,7 +161,10 @@ class Controller:
             wait_timeout_s=self._service.point_timeout_s,
         )
         async with Router(limits) as router:
-            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake, self._clock)
+            groups = self._parts.config.groups
+            before = await ledger(ScaleOrders(self._parts.database, groups).decided)
+            sizes = Sizes(groups, before, self._clock)
+            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, sizes, self.wake, self._clock)
             try:
                 while self._goes_on():
                     await self._tick(acting)
@@ -194,6 +199,7 @@ class _Acting:
         ledger: LedgerThread,
         scorers: ScorerPool,
         router: Router,
+        sizes: Sizes,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -216,6 +222,9 @@ class _Acting:
             on_change=wake,
             clock=clock,
         )
+        self._scaling = ScaleOrders(parts.database, parts.config.groups)
+        self._sizes = sizes
+        self._autoscaled = any(group.autoscale for group in parts.config.groups.values())
         self._lane_parts = LaneParts(
             fleet=self.fleet,
             router=router,
@@ -239,6 +248,7 @@ class _Acting:
         return (
             ("engines", self._look_at_engines),
             ("leases", self._lease),
+            ("sizes", self._decide_sizes),
             ("intents", self._take_intents),
             ("drains", self._tend_drains),
             ("overtaken", self._end_overtaken),
@@ -304,16 +314,29 @@ class _Acting:
     async def _lease(self) -> None:
         if not self.fleet.free():
             return
-        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
-        by_id = {point.id: point for point in queued if await self._has_suite(point)}
-        claims = [lane.claim for lane in self._lanes.values()]
-        claims += [self._first_claim(point) for point in by_id.values()]
+        by_id = await self._queued()
+        claims = self._claims(by_id)
         free = sorted(engine.id for engine in self.fleet.free())
         held: dict[str, int] = {}
         for lane in self._lanes.values():
             held[lane.point.run] = held.get(lane.point.run, 0) + len(lane.engines)
         for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
             await self._give(lease, by_id)
+
+    async def _queued(self) -> dict[str, Runnable]:
+        """Points whose lane is still to begin."""
+        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
+        return {point.id: point for point in queued if await self._has_suite(point)}
+
+    def _claims(self, queued: Mapping[str, Runnable]) -> list[Claim]:
+        claims = [lane.claim for lane in self._lanes.values()]
+        return claims + [self._first_claim(point) for point in queued.values()]
+
+    async def _decide_sizes(self) -> None:
+        """How many engines there should be; Serve reads it off what is shown, so a change is shown at once."""
+        work = worth(self._claims(await self._queued())) if self._autoscaled else 0
+        if self._sizes.decide(await self._ledger(self._scaling.ordered), work):
+            self._shown_at = float("-inf")
 
     def _first_claim(self, point: Runnable) -> Claim:
         """What a point has use for whose lane is still to begin."""
@@ -370,6 +393,6 @@ class _Acting:
         if now - self._shown_at < LIFE_S:
             return
         upstreams = self._router.stats().upstreams
-        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0)
+        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
         await self._ledger(self._moves.show_life, view.model_dump_json())
         self._shown_at = now

@@ -12,6 +12,7 @@ from fastapi import Depends, Request, Response
 
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.views import Views
 
 LONG_POLL_S = 20.0
@@ -82,6 +83,7 @@ class Services:
     views: Views
     version: str
     wake: Callable[[], None]
+    scaling: ScaleOrders
     drains: SharedLook = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
@@ -76,6 +77,10 @@ class FakeService:
                 return self.receipts.pop(0)
             case ["fleet"]:
                 return self.fleet
+            case ["fleet", group, "scale"]:
+                wanted = ScaleRequest.model_validate_json(request.content).engines
+                self.asked.append(("scale", f"{group} {wanted}"))
+                return ScaleReply(group=group, engines=wanted, least=0, most=4)
             case ["status"]:
                 return self._status()
             case ["runs", run] if request.method == "PUT":

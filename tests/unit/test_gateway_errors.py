@@ -22,7 +22,7 @@ ROUTES = {
     *(f"POST /runs/{{run}}/{verb}" for verb in ("progress", "pause", "resume", "cancel", "backfill")),
     *("GET /points", "GET /points/{id}", "GET /points/{id}/samples"),
     *(f"POST /points/{{id}}/{verb}" for verb in ("report", "retry", "cancel", "hold", "release")),
-    *("GET /fleet", "GET /healthz", "GET /readyz", "GET /metrics"),
+    *("GET /fleet", "POST /fleet/{group}/scale", "GET /healthz", "GET /readyz", "GET /metrics"),
 }
 
 
