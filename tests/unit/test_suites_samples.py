@@ -10,13 +10,14 @@ import pytest
 from eval_service.contract.errors import NotFound
 from eval_service.contract.wire import SampleView
 from eval_service.suites import samples as module
-from eval_service.suites.samples import SCHEMA, Which, read_samples, write_samples
+from eval_service.suites.samples import SCHEMA, Wanted, Which, read_samples, write_samples
 
 
 def _sample(index: int) -> SampleView:
     errored, wrong = index % 5 == 0, index % 5 == 1
     return SampleView(
         index=index,
+        prompt_index=index,
         dataset="d",
         prompt="好 \x00 p",
         answer="a",
@@ -60,7 +61,7 @@ def test_what_was_written_is_read_back(file: Path) -> None:
 )
 @pytest.mark.parametrize(("offset", "limit"), [(0, 4), (6, 3), (8, 100), (100, 5), (0, 0)])
 def test_a_page_of_those_that_match(file: Path, which: Which, matching: list[int], offset: int, limit: int) -> None:
-    page = read_samples(file, offset=offset, limit=limit, which=which)
+    page = read_samples(file, offset=offset, limit=limit, wanted=Wanted.of([which]))
     assert [sample.index for sample in page.samples] == matching[offset : offset + limit]
     assert page.total == len(matching)
 

@@ -29,6 +29,7 @@ def suite(tmp_path: Path) -> Suite:
 def _sample(index: int, dataset: str, score: float | None, **changes: Any) -> SampleView:
     values = {
         "index": index,
+        "prompt_index": index,
         "dataset": dataset,
         "prompt": "p",
         "answer": "x",
@@ -81,6 +82,7 @@ def test_datasets_are_told_apart_and_the_headline_is_over_all(suite: Suite) -> N
         "error_rate": 0.0,
         "truncated": 0.0,
         "empty": 0.0,
+        "unparsed": 0.0,
     }
     assert found.stderr == pytest.approx(0.25)
 
