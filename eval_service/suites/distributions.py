@@ -14,6 +14,7 @@ _TINY = 1e-300
 _EPSILON = 1e-16
 _MOST_TERMS = 100_000
 _BISECTIONS = 200
+_EXACT_UP_TO = 1000  # tosses; 2**n is still a float then
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
@@ -52,6 +53,8 @@ def sign_two_sided(successes: int, n: int) -> float:
     fewer = min(successes, n - successes)
     if 2 * fewer == n:
         return 1.0
+    if n <= _EXACT_UP_TO:
+        return 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / (1 << n)
     return min(1.0, 2 * incomplete_beta(n - fewer, fewer + 1, 0.5))
 
 

@@ -64,18 +64,10 @@ class FakeService:
         match request.url.path.split("/")[1:]:
             case ["points"]:
                 return self._points(request.url.params)
-            case ["points", point, "samples"]:
-                samples = [s for s in self.samples.get(point, []) if _matches(s, request.url.params)]
-                first, last = self._window(request.url.params)
-                return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
-            case ["points", a, "compare", b]:
-                return self._comparison(a, b, request.url.params)
+            case ["points", point, *rest]:
+                return self._of_point(point, rest, request.url.params)
             case ["runs", _, "advice"]:
                 return self.advice(request.url.params)
-            case ["points", point, verb]:
-                return self._command(point, verb)
-            case ["points", point]:
-                return next(view for view in self.points if view.id == point)
             case ["dispatch"]:
                 return self._dispatch(DispatchRequest.model_validate_json(request.content))
             case ["drain"]:
@@ -91,6 +83,18 @@ class FakeService:
             case ["runs", run, *verb]:
                 return self._order_of_run(run, "delete" if request.method == "DELETE" else "".join(verb))
         raise NotFound(f"no route {request.url.path}")
+
+    def _of_point(self, point: str, rest: list[str], params: httpx.QueryParams) -> BaseModel:
+        match rest:
+            case ["samples"]:
+                samples = [sample for sample in self.samples.get(point, []) if _matches(sample, params)]
+                first, last = self._window(params)
+                return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
+            case ["compare", other]:
+                return self._comparison(point, other, params)
+            case [verb]:
+                return self._command(point, verb)
+        return next(view for view in self.points if view.id == point)
 
     def _comparison(self, a: str, b: str, params: httpx.QueryParams) -> Comparison:
         found = self.comparisons[a, b]
