@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eval_service.contract.names import samples_file
+from eval_service.contract.results import Alarm
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import SampleView
 from eval_service.controller.db import DaemonThreads, LedgerThread
@@ -56,7 +57,7 @@ class Recorder:
         """
         began = time.monotonic()
         samples = await self._scored(answers, weights.version)
-        found = await asyncio.to_thread(aggregate, self.suite, samples)
+        found, alarms = await asyncio.to_thread(self._made_of, samples)
         if found.error_rate > self.suite.max_error_rate:
             errors = [sample.error for sample in samples if sample.error]
             detail = f"{found.error_rate:.1%} of the samples errored, such as: {errors[0]}"
@@ -66,7 +67,7 @@ class Recorder:
         await self.threads.run(lambda: _write(path, samples))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
-            result = self._result(found, weights, samples, path, spent)
+            result = replace(self._result(found, weights, samples, path, spent), alarms=alarms)
             recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
         except Fenced:
             await self.threads.run(lambda: path.unlink(missing_ok=True))
@@ -84,6 +85,12 @@ class Recorder:
         by_index = {answer.ask.index: score for (answer, _), score in zip(given, scores, strict=True)}
         return [_sample_view(answer, by_index.get(answer.ask.index), version) for answer in answers]
 
+    def _made_of(self, samples: Sequence[SampleView]) -> tuple[Aggregated, tuple[Alarm, ...]]:
+        """The slow half of a result, for a thread."""
+        found = aggregate(self.suite, samples)
+        headline = found.metrics.get(found.headline)
+        return found, alarms_of(samples, headline, max_error_rate=self.suite.max_error_rate)
+
     def _result(
         self,
         found: Aggregated,
@@ -92,7 +99,6 @@ class Recorder:
         path: Path,
         timings: dict[str, float],
     ) -> Result:
-        suite, headline = self.suite, found.metrics.get(found.headline)
         return Result(
             metrics=found.metrics,
             score=found.score,
@@ -103,9 +109,8 @@ class Recorder:
             engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
             timings=timings,
             headline=found.headline,
-            direction=suite.config.direction,
-            suite_digest=suite.digest,
-            alarms=alarms_of(samples, headline, max_error_rate=suite.max_error_rate),
+            direction=self.suite.config.direction,
+            suite_digest=self.suite.digest,
         )
 
 

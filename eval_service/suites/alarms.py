@@ -16,6 +16,7 @@ from eval_service.contract.metric_keys import ERROR_RATE, TRUNCATED
 from eval_service.contract.results import Alarm, AlarmKind, Direction, Metric, SampleView
 
 EOS_SAMPLES = 8  # fewer answers that were all cut say little
+EOS_TOKENS = 4  # a suite that asks for no more (a letter, a number) cuts them by design
 TRUNCATION_RISE = 0.05  # a smaller jump is nobody's emergency, however sure it is
 
 
@@ -71,10 +72,13 @@ def _eos_never(samples: Sequence[SampleView]) -> Alarm | None:
     answered = [sample for sample in samples if sample.finish_reason is not None]
     if len(answered) < EOS_SAMPLES or any(sample.finish_reason != "length" for sample in answered):
         return None
+    longest = max(sample.output_tokens for sample in answered)
+    if longest <= EOS_TOKENS:
+        return None
     return Alarm(
         kind=AlarmKind.EOS_NEVER,
         message=f"none of {len(answered)} answers ended by itself: all were cut at max_new_tokens",
-        evidence={"answered": len(answered), "output_tokens": max(sample.output_tokens for sample in answered)},
+        evidence={"answered": len(answered), "output_tokens": longest},
     )
 
 

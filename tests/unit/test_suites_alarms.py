@@ -56,6 +56,7 @@ def test_a_model_that_never_ends_an_answer_is_told_unless_there_are_too_few() ->
     assert own(cut) == [K.EOS_NEVER]
     assert own([*cut, sample(8)]) == []
     assert own(cut[:7]) == []
+    assert own([sample(i, finish_reason="length", output_tokens=1) for i in range(8)]) == [], "a letter was asked for"
 
 
 def test_where_nothing_has_a_score_the_usual_error_is_the_evidence() -> None:
