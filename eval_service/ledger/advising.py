@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, RowMapping, case, func, select
 
-from eval_service.contract.errors import InvalidRequest
+from eval_service.contract.errors import InvalidRequest, NotFound
 from eval_service.contract.results import Advice, Best, Direction, Metric
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import RunSpec
 from eval_service.ledger.database import Database
-from eval_service.ledger.schema import points, snapshots
-from eval_service.ledger.views import run_of
+from eval_service.ledger.schema import points, runs, snapshots
 from eval_service.suites.advice import Scored, judge
 
 
@@ -53,7 +52,7 @@ class Advisor:
             InvalidRequest: the run has no such suite, or its points no such metric.
         """
         with self._db.reading() as connection:
-            spec = RunSpec.model_validate_json(run_of(connection, run)["spec"])
+            spec = _spec(connection, run)
             suite = asked.suite or spec.suites[0]
             rows = _done(connection, run, suite)
             if not rows and suite not in spec.suites:
@@ -83,6 +82,13 @@ class Advisor:
             points_since=judged.since,
             without=len(rows) - len(scored),
         )
+
+
+def _spec(connection: Connection, run: str) -> RunSpec:
+    text = connection.execute(select(runs.c.spec).where(runs.c.run == run)).scalar_one_or_none()
+    if text is None:
+        raise NotFound(f"no run {run!r}", field="run", hint=f"make it known with PUT /runs/{run}")
+    return RunSpec.model_validate_json(text)
 
 
 def _done(connection: Connection, run: str, suite: str) -> Sequence[RowMapping]:

@@ -82,7 +82,7 @@ class Views:
         query = _points_query().where(*conditions).order_by(points.c.run, points.c.step, points.c.seq)
         with self._db.reading() as connection:
             if run is not None:
-                run_of(connection, run)
+                _run(connection, run)
             total = connection.execute(select(func.count()).select_from(points).where(*conditions)).scalar_one()
             rows = connection.execute(query.offset(offset).limit(limit)).mappings().all()
         return PointPage(points=tuple(_point_view(row) for row in rows), total=total)
@@ -94,7 +94,7 @@ class Views:
             NotFound: no such run.
         """
         with self._db.reading() as connection:
-            return _run_view(connection, run_of(connection, run))
+            return _run_view(connection, _run(connection, run))
 
     def runs(self) -> tuple[RunView, ...]:
         """All runs."""
@@ -194,12 +194,7 @@ def _drain(connection: Connection, drain: str) -> RowMapping:
     return row
 
 
-def run_of(connection: Connection, run: str) -> RowMapping:
-    """A run's row, to be read.
-
-    Raises:
-        NotFound: no such run.
-    """
+def _run(connection: Connection, run: str) -> RowMapping:
     row = connection.execute(select(runs).where(runs.c.run == run)).mappings().one_or_none()
     if row is None:
         raise NotFound(f"no run {run!r}", field="run", hint=f"make it known with PUT /runs/{run}")
