@@ -84,6 +84,20 @@ def test_several_samples_a_prompt_have_seeds_log_probs_and_their_own_metrics(tmp
     go(body)
 
 
+def test_a_point_none_of_whose_answers_ended_by_itself_says_so(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, sampling="max_new_tokens = 5")
+
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            stand.put_run("r")
+            [view] = await stand.until_ended(stand.dispatch("r", 1))
+            assert [alarm.kind for alarm in view.alarms] == ["eos_never"]
+            assert view.alarms[0].evidence == {"answered": 8, "output_tokens": 5}
+
+    go(body)
+
+
 def test_a_scorer_that_hangs_holds_up_its_own_point_and_no_other(stand: Stand) -> None:
     async def body() -> None:
         async with stand.running(1):

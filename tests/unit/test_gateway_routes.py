@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +25,7 @@ from eval_service.contract.wire import (
     RunView,
     StatusView,
 )
+from eval_service.gateway import points as points_routes
 from eval_service.suites.samples import write_samples
 from tests.support.api import Api
 from tests.support.ledger import result
@@ -213,6 +216,37 @@ def test_points_that_were_asked_other_things_are_not_compared(api: Api) -> None:
     assert "were asked other things" in api.error("GET", f"/points/{a}/compare/{b}", 409)["message"]
     assert "has no samples" in api.error("GET", f"/points/{a}/compare/{api.ledger.queued(3)}", 404)["message"]
     assert api.error("GET", f"/points/{a}/compare/nothing", 404)["field"] == "id"
+
+
+SLOW = [("compare", "/points/{0}/compare/{1}"), ("read_samples", "/points/{0}/samples")]
+
+
+@pytest.mark.parametrize(("slow", "path"), SLOW)
+def test_going_through_many_samples_holds_up_nobody_else(
+    api: Api, monkeypatch: pytest.MonkeyPatch, slow: str, path: str
+) -> None:
+    points = [scored(api, 1, [0, 1]), scored(api, 2, [1, 1])]
+    begun, go_on = threading.Event(), threading.Event()
+    real = getattr(points_routes, slow)
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return real(*given, **named)
+
+    monkeypatch.setattr(points_routes, slow, slowly)
+
+    async def both() -> list[int]:
+        transport = httpx.ASGITransport(api.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as client:
+            reading = asyncio.create_task(client.get(path.format(*points)))
+            assert await asyncio.to_thread(begun.wait, 60)
+            alive = await client.get("/healthz")
+            assert not reading.done()
+            go_on.set()
+            return [alive.status_code, (await reading).status_code]
+
+    assert asyncio.run(both()) == [200, 200]
 
 
 def test_advice_is_given_by_metric_direction_and_patience(api: Api) -> None:
