@@ -44,6 +44,8 @@ def export(
     as_json: options.Json = False,
 ) -> None:
     """Write the curve of a run, a row for each metric of each point, as CSV, Parquet or JSON."""
+    if as_json and format_ is Format.PARQUET:
+        raise InvalidRequest("--json is another format", field="format", hint="leave one of the two out")
     chosen = Format.JSON if as_json else format_
     if chosen is Format.PARQUET and out is None:
         raise InvalidRequest("Parquet is no text to print", field="out", hint="name a file with --out")

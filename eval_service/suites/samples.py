@@ -110,12 +110,14 @@ def open_samples(path: Path) -> Any:
     """The file, to be closed by whoever opened it.
 
     Raises:
-        NotFound: no such file.
+        NotFound: no such file, or one that was cut short by somebody.
     """
     try:
         return pq.ParquetFile(path)
     except FileNotFoundError as exc:
         raise NotFound(f"there are no samples at {path}") from exc
+    except pa.ArrowInvalid as exc:
+        raise NotFound(f"what lies at {path} is no file of samples: {exc}") from exc
 
 
 def rows_at(file: Any, rows: Sequence[int]) -> Iterator[SampleView]:

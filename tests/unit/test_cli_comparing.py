@@ -181,5 +181,6 @@ def test_json_is_the_json_format_and_parquet_is_not_printed(command: Command, cu
     assert len(json.loads(command("export", "demo", "--json").out)) == 4
     ran = command("export", "demo", "--format", "parquet")
     assert (ran.code, "--out" in ran.err) == (2, True)
+    assert command("export", "demo", "--format", "parquet", "--json").code == 2
     ran = command("export", "demo", "--out", "/nowhere/at/all.csv")
     assert (ran.code, "out: can't be written" in ran.err) == (2, True)

@@ -88,6 +88,9 @@ def test_no_samples_and_no_file(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "none.parquet").total == 0
     with pytest.raises(NotFound):
         read_samples(tmp_path / "gone.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "none.parquet").read_bytes()[:-5])
+    with pytest.raises(NotFound, match="no file of samples"):
+        read_samples(tmp_path / "cut.parquet")
 
 
 # --- looking for samples
