@@ -14,9 +14,11 @@ from eval_service.cli import (
     chaosing,
     checking,
     commanding,
+    comparing,
     demonstrating,
     doctoring,
     draining,
+    exporting,
     launching,
     reading,
     serving,
@@ -40,6 +42,9 @@ app.command("fleet")(reading.fleet)
 app.command("runs")(reading.runs)
 app.command("points")(reading.points)
 app.command("samples")(reading.samples)
+app.command("compare")(comparing.compare)
+app.command("diff")(comparing.diff)
+app.command("export")(exporting.export)
 app.command("drain")(draining.drain)
 app.command("retry")(commanding.retry)
 app.command("cancel")(commanding.cancel)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
 from eval_service.contract.names import check_run
+from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import (
@@ -35,11 +36,11 @@ from eval_service.contract.wire import (
     RunCommandReply,
     RunSpec,
     RunView,
-    SamplePage,
     StatusView,
 )
 
 LONG_POLL_S = 20.0
+COMPARE_S = 20.0  # more than other reads: it goes through all samples of two points
 _PACE_S = 0.2
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -231,9 +232,42 @@ class EvalClient:
         """One point with its attempts."""
         return self._call(PointView, "GET", f"/points/{point}")
 
-    def samples(self, point: str, **query: str | int) -> SamplePage:
-        """A point's samples."""
+    def samples(self, point: str, **query: str | int | list[str]) -> SamplePage:
+        """A point's samples; `which` (of several, those of any), `search`, `limit`, `offset`."""
         return self._call(SamplePage, "GET", f"/points/{point}/samples", params=query)
+
+    def compare(self, a: str, b: str, **query: str | int) -> Comparison:
+        """Point b beside point a, on the prompts that both scored; `dataset`, and `limit` and `offset` of the flips.
+
+        Raises:
+            Conflict: they were not asked the same.
+        """
+        return self._call(Comparison, "GET", f"/points/{a}/compare/{b}", params=query, extra_s=COMPARE_S)
+
+    def advice(
+        self,
+        run: str,
+        *,
+        suite: str | None = None,
+        metric: str | None = None,
+        direction: Direction | None = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+    ) -> Advice:
+        """Whether the run still gets better, by its points so far: what a trainer may poll to stop early.
+
+        Args:
+            suite: None: the run's first.
+            metric: None: the suite's headline, with the suite's direction.
+            patience: points in a row without improvement by more than `min_delta` that make it `stop`.
+
+        Raises:
+            InvalidRequest: no such suite, or no point has the metric.
+        """
+        asked = {"suite": suite, "metric": metric, "direction": direction}
+        query = {name: value for name, value in asked.items() if value is not None}
+        numbers = {"patience": patience, "min_delta": min_delta}
+        return self._call(Advice, "GET", f"/runs/{check_run(run)}/advice", params=query | numbers)
 
     def receipt(self, drain: str, *, wait_s: float = 0.0) -> Receipt:
         """A drain's receipt, as it stands or waiting for it."""
@@ -252,7 +286,7 @@ class EvalClient:
         path: str,
         *,
         body: BaseModel | None = None,
-        params: Mapping[str, str | int | float] | None = None,
+        params: Mapping[str, Any] | None = None,
         extra_s: float = 0.0,
     ) -> _Model:
         response = self._send(method, path, body=body, params=params, extra_s=extra_s)

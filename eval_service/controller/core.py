@@ -340,7 +340,7 @@ class _Acting:
 
     def _first_claim(self, point: Runnable) -> Claim:
         """What a point has use for whose lane is still to begin."""
-        size = len(self._parts.suites[point.suite].prompts())
+        size = self._parts.suites[point.suite].size
         waited_s = self._parts.database.clock() - point.queued_at
         return Claim(point, max(1, self._costs.engines_for(point.suite, size)), waited_s=waited_s)
 

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
 
+from eval_service.ledger.advising import Advisor
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
 from eval_service.ledger.scaling import ScaleOrders
@@ -85,8 +86,10 @@ class Services:
     wake: Callable[[], None]
     scaling: ScaleOrders
     drains: SharedLook = field(init=False)
+    advisor: Advisor = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "advisor", Advisor(self.views.database))
         object.__setattr__(self, "drains", SharedLook(self.views.drains_over))
 
 
