@@ -20,7 +20,7 @@ from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
 from trainer.cadence import Point
-from trainer.config import RunConfig
+from trainer.config import Evaluated
 from trainer.crash import crash_point
 from trainer.service_link import ServiceLink
 from trainer.stager import Staged, Stager
@@ -83,7 +83,7 @@ class EvalHook:
         checkpoint: gives the step's own `save_hf` directory; needed where points reuse it.
     """
 
-    config: RunConfig
+    config: Evaluated
     link: ServiceLink
     log: StepLog
     stager: Stager | None = None
