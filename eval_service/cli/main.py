@@ -19,6 +19,7 @@ from eval_service.cli import (
     draining,
     reading,
     serving,
+    watching,
 )
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
@@ -48,6 +49,7 @@ app.command("pause")(commanding.pause)
 app.command("resume")(commanding.resume)
 app.command("delete")(commanding.delete)
 app.command("check")(checking.check)
+app.command("watch")(watching.watch)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
 app.command("chaos")(chaosing.chaos)
