@@ -81,7 +81,9 @@ class Watcher:
     taken: dict[int, Taken] = field(default_factory=dict)
     doubles: dict[int, str] = field(default_factory=dict)
     points: list[PointView] = field(default_factory=list)
+    in_flight: set[str] = field(default_factory=set)
     suites: tuple[str, ...] = ()
+    bound: int = 1
     told: int = -1
 
     def turn(self) -> None:
@@ -97,6 +99,7 @@ class Watcher:
             self._announce()
         self._tell_progress()
         self.points = self._all_points()
+        self.in_flight = {point.snapshot or point.reservation for point in self.points if point.state not in ENDS}
         for step in sorted(self.taken):
             if not self._take(step, self.taken[step]):
                 break
@@ -180,7 +183,7 @@ class Watcher:
         given |= {"root": str(asked.root) if asked.root else None}
         spec = spec.model_copy(update={key: value for key, value in given.items() if value is not None})
         self.client.put_run(asked.run, spec)
-        self.suites = spec.suites
+        self.suites, self.bound = spec.suites, spec.max_in_flight
 
     def _tell_progress(self) -> None:
         newest = max(self.taken, default=-1)
@@ -194,6 +197,9 @@ class Watcher:
         if not suites:
             taken.sent, taken.why, taken.blocked = mark, "", False
             return True
+        if not self._has_room():
+            taken.why, taken.blocked = f"waits for room: {self.bound} checkpoints are in flight", False
+            return False
         content = "\0".join((self.asked.run, str(step), str(place), digest or mark, *suites))
         request = DispatchRequest(
             run=self.asked.run,
@@ -219,8 +225,13 @@ class Watcher:
             taken.why, taken.blocked = str(exc), True
             return True
         taken.sent, taken.why, taken.blocked = mark, "", False
+        self.in_flight.add(str(place))
         self.say(f"step {step}: {taken.checkpoint.directory.name} {reply.outcome}")
         return True
+
+    def _has_room(self) -> bool:
+        """Whether the run is below its bound: the service would hold the call until it is."""
+        return len(self.in_flight) < self.bound
 
     def _lacking(self, step: int, place: Path, digest: str | None) -> tuple[str, ...]:
         same = {point.suite for point in self._of(step) if digest is not None and point.digest == digest}

@@ -37,7 +37,7 @@ class Stand:
         return lay_out(tiny(seed=seed, **changes), self.directory / name, shards=shards)
 
     def watcher(self, **changes: Any) -> Watcher:
-        asked = {"directory": self.directory, "run": "w", "suites": ("main",)} | changes
+        asked: dict[str, Any] = {"directory": self.directory, "run": "w", "suites": ("main",)} | changes
         now = lambda: 0.0  # noqa: E731 - the files' clock is not ours, and can't be relied on
         return Watcher(Asked(**asked), self.service.connect(), now, lambda: self.monotonic, self.said.append)
 
@@ -142,7 +142,7 @@ def test_three_old_directories_of_another_exporter_become_three_points(stand: St
 def test_a_directory_that_is_being_written_is_not_taken_until_it_is_quiet_and_passes_the_checks(stand: Stand) -> None:
     """Evaluated directories without a completion marker: half of the shards are there, and it must wait."""
     whole = stand.save("elsewhere", shards=2)
-    index = {"metadata": {}, "weight_map": {}}
+    index: dict[str, Any] = {"metadata": {}}
     shards = sorted(whole.glob("*.safetensors"))
     from eval_service.contract.safetensors_io import read_spans
 
@@ -290,7 +290,7 @@ def test_a_backlog_over_the_runs_bound_waits_for_room_and_loses_no_step(stand: S
     watcher = stand.watcher(max_in_flight=2)
     stand.quiet(watcher)
     assert stand.steps() == [1, 2]
-    assert "in flight" in gaps(watcher.coverage())[2]
+    assert "waits for room: 2 checkpoints" in gaps(watcher.coverage())[2]
     stand.service.works = True
     for _ in range(3):
         stand.service.work()

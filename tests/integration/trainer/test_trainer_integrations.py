@@ -291,7 +291,12 @@ def fit(module: Any, made: Evaluations, tokenizer: Any, place: Path, **settings:
 
     from trainer.integrations.lightning import EvalfleetCallback
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(
         default_root_dir=place,
         callbacks=[EvalfleetCallback(tokenizer=tokenizer, evaluations=made)],
@@ -299,7 +304,7 @@ def fit(module: Any, made: Evaluations, tokenizer: Any, place: Path, **settings:
         **quiet,
         **settings,
     )
-    batches = DataLoader([torch.tensor(row["input_ids"]) for row in rows()], batch_size=2)  # type: ignore[arg-type]
+    batches: Any = DataLoader([torch.tensor(row["input_ids"]) for row in rows()], batch_size=2)
     trainer.fit(module, batches)
     return trainer
 
@@ -355,11 +360,11 @@ def test_a_tied_embedding_under_another_name_is_known_by_its_identity_and_the_co
         return load_file(path / "model.safetensors"), json.loads((path / "config.json").read_bytes())
 
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    prefixed = nn.Module()
+    prefixed: Any = nn.Module()
     prefixed.language_model = plain
-    prefixed.config, prefixed.save_pretrained = plain.config, plain.save_pretrained  # type: ignore[assignment]
-    prefixed.get_input_embeddings = plain.get_input_embeddings  # type: ignore[assignment]
-    prefixed.get_output_embeddings = plain.get_output_embeddings  # type: ignore[assignment]
+    prefixed.config, prefixed.save_pretrained = plain.config, plain.save_pretrained
+    prefixed.get_input_embeddings = plain.get_input_embeddings
+    prefixed.get_output_embeddings = plain.get_output_embeddings
     tensors, config = exported(prefixed, 1)
     assert "language_model.model.embed_tokens.weight" in tensors
     assert "language_model.lm_head.weight" not in tensors
