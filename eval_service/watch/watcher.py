@@ -179,7 +179,7 @@ class Watcher:
                 hint = "name the suites, such as --suites letters"
                 raise InvalidRequest(f"run {asked.run} is not known yet", field="suites", hint=hint) from None
             spec = RunSpec(root=str(asked.root or asked.directory), suites=asked.suites)
-        given = {"suites": asked.suites or None, "max_in_flight": asked.max_in_flight}
+        given: dict[str, object] = {"suites": asked.suites or None, "max_in_flight": asked.max_in_flight}
         given |= {"root": str(asked.root) if asked.root else None}
         spec = spec.model_copy(update={key: value for key, value in given.items() if value is not None})
         self.client.put_run(asked.run, spec)

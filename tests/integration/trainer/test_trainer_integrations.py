@@ -272,7 +272,7 @@ def test_trl_trains_with_the_same_callback(service: PaperService, model: Any, to
 def lightning_module(model: Any) -> Any:
     from lightning.pytorch import LightningModule
 
-    class Module(LightningModule):
+    class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -304,7 +304,8 @@ def fit(module: Any, made: Evaluations, tokenizer: Any, place: Path, **settings:
         **quiet,
         **settings,
     )
-    batches: Any = DataLoader([torch.tensor(row["input_ids"]) for row in rows()], batch_size=2)
+    data: Any = [torch.tensor(row["input_ids"]) for row in rows()]
+    batches: Any = DataLoader(data, batch_size=2)
     trainer.fit(module, batches)
     return trainer
 
