@@ -118,6 +118,7 @@ class Exporter:
             self._add_model_files(writer)
 
     def _add_model_files(self, writer: SnapshotWriter) -> None:
+        writer.expect(name for rule in conversion.rules_of(self._model.architecture) for name in rule.hf)
         try:
             for source in (self._hf_path / name for name in MODEL_FILES):
                 if source.is_file():

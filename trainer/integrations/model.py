@@ -84,6 +84,7 @@ class ModelWeights:
         """As `Weights.fill`."""
         try:
             writer.partial.mkdir(parents=True, exist_ok=True)
+            writer.expect(self.buffer.views)
             self.buffer.settle()
             for name, part in self._files():
                 writer.add_weights(name, [self._data(key) for key in part])
