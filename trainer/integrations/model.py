@@ -25,7 +25,7 @@ from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter, is_of_model
 from trainer.buffer import HostBuffer
 from trainer.integrations.settings import HINT
-from trainer.weights import ExportFailed
+from trainer.weights import ExportFailed, canary_of
 
 MAX_FILE_BYTES = 2 << 30
 DTYPES = {torch.float32: ("float32", "F32"), torch.bfloat16: ("bfloat16", "BF16"), torch.float16: ("float16", "F16")}
@@ -77,8 +77,7 @@ class ModelWeights:
             logprobs = _logprobs(self._model, torch.tensor(ids))
         except (AttributeError, TypeError, RuntimeError):  # the engines must then agree among themselves
             return None
-        rows = tuple(tuple(float(value) for value in row) for row in logprobs)
-        return Canary(dtype=DTYPES[self._dtype][0], token_ids=ids, logprobs=rows)
+        return canary_of(DTYPES[self._dtype][0], ids, logprobs.tolist())
 
     def fill(self, writer: SnapshotWriter) -> None:
         """As `Weights.fill`."""

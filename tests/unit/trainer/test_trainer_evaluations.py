@@ -21,7 +21,7 @@ from tests.support.paper_service import PaperService
 from tests.support.tiny_snapshots import tiny
 from trainer.integrations.evaluations import Evaluations
 from trainer.steplog import StepLog, read_steplog
-from trainer.weights import ExportFailed
+from trainer.weights import ExportFailed, canary_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -197,3 +197,33 @@ def test_the_core_of_the_integrations_loads_with_nothing_but_what_the_contract_n
 def test_the_plain_pytorch_example_is_under_twenty_lines() -> None:
     lines = (ROOT / "examples/plain_pytorch.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) < 20
+
+
+@pytest.mark.parametrize("where", ["stage", "canary", "fill"])
+def test_whatever_an_export_raises_its_reservation_is_given_up_and_nobody_waits_for_it(
+    where: str, service: PaperService
+) -> None:
+    class Faulty(PaperWeights):
+        def stage(self) -> None:
+            self._maybe("stage")
+
+        def canary(self) -> Canary | None:
+            self._maybe("canary")
+            return None
+
+        def fill(self, writer: SnapshotWriter) -> None:
+            self._maybe("fill")
+
+        def _maybe(self, here: str) -> None:
+            if here == where:
+                raise ValueError("of another kind")
+
+    made = trained(service, Faulty())
+    assert ends(service) == {(PointState.SKIPPED, Reason.EXPORT_FAILED)}
+    assert made.receipt is not None
+    assert made.receipt.drained
+
+
+def test_log_probs_that_are_not_finite_make_no_canary() -> None:
+    assert canary_of("float32", [[1, 2]], [[float("nan")]]) is None
+    assert canary_of("float32", [[1, 2]], [[-1.0]]) is not None
