@@ -61,7 +61,14 @@ def test_the_hugging_face_trainers_points_are_proven_by_its_own_canary(live: Liv
         use_cpu=True,
         disable_tqdm=True,
     )
-    keys = {"run": "hf", "root": live.root, "url": live.url, "interval": 1, "suites": [SUITE], "base": live.model}
+    keys: dict[str, Any] = {
+        "run": "hf",
+        "root": live.root,
+        "url": live.url,
+        "interval": 1,
+        "suites": [SUITE],
+        "base": live.model,
+    }
     with EvalfleetCallback(**keys, drain_timeout_s=120) as callback:
         Trainer(
             model=AutoModelForCausalLM.from_pretrained(live.model),

@@ -164,6 +164,7 @@ class _UnderWay:
         config, section = self._config, self._config.eval
         self.log.write("start", start=start, num_steps=config.num_steps, resumed=start > 0)
         self.hook.link.start(start)
+        self._made.add(start)  # it comes before training, or `skip_eval_before_train` leaves it out
         if config.num_steps is not None:
             points = cadence.plan(
                 start=start,

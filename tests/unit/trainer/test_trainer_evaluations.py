@@ -147,6 +147,17 @@ def test_training_that_ends_early_has_its_last_step_forced(service: PaperService
     assert read_steplog(made.settings.output_dir / "steps.jsonl")[-1]["event"] == "teardown"
 
 
+def test_skip_eval_before_train_leaves_out_the_step_resumed_from_and_nothing_else(service: PaperService) -> None:
+    keys: dict[str, Any] = {"interval": 2, "suites": ["main"], "skip_eval_before_train": True}
+    made = Evaluations(connect=service.connect, run="r", root=service.root, url="http://paper", **keys)
+    made.start(lambda _: PaperWeights(), step=4, num_steps=7)
+    made.evaluate(4)  # as a host asks before its first step
+    for step in (5, 6, 7):
+        made.step(step)
+    made.end(7)
+    assert [point.step for point in service.points("r")] == [6, 7]
+
+
 def test_a_base_model_that_is_named_is_evaluated_where_it_lies(service: PaperService) -> None:
     from tests.support.tiny_snapshots import lay_out
 
