@@ -74,7 +74,7 @@ class ModelWeights:
             return None
         ids = canary_token_ids(int(self._model.config.vocab_size))
         try:
-            logprobs = _logprobs(self._model, torch.tensor(ids))
+            logprobs = _logprobs(self._model, torch.tensor(ids), self._dtype)
         except (AttributeError, TypeError, RuntimeError):  # the engines must then agree among themselves
             return None
         return canary_of(DTYPES[self._dtype][0], ids, logprobs.tolist())
@@ -207,11 +207,13 @@ def _kept(path: Path) -> bool:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, ids: Tensor) -> Tensor:
-    """Log-probs of each row's next tokens, with the model as it answers: no dropout, and no cast of the host's."""
+def _logprobs(model: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log-probs of each row's next tokens, computed as an engine of the exported dtype would: no dropout, no autocast
+    of the host's, but one of ours where parameters are kept in another dtype."""
     device = next(model.parameters()).device
     ids = ids.to(device)
-    with _evaluating(model), torch.autocast(device.type, enabled=False):
+    casts = dtype is not torch.float32 and any(parameter.dtype is not dtype for parameter in model.parameters())
+    with _evaluating(model), torch.autocast(device.type, dtype if casts else None, enabled=casts):
         # The class's own forward: hosts wrap the instance's (autocast, a cast of the logits).
         logits = type(model).forward(model, input_ids=ids, use_cache=False).logits
     scores = logits[:, :-1].float().log_softmax(-1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Kind, PointView
 from tests.support.paper_service import PaperService
+from tests.support.stub_service import StubService
 from trainer.integrations.evaluations import Evaluations
 from trainer.integrations.model import ModelWeights, weights_of
 from trainer.steplog import read_steplog
@@ -379,6 +382,40 @@ def test_a_tied_embedding_under_another_name_is_known_by_its_identity_and_the_co
     ids = torch.tensor([[5, 6, 7, 8]])
     again = AutoModelForCausalLM.from_pretrained(next((tmp_path / "r").glob("step_2-*")))
     assert torch.equal(again(ids).logits, untied(ids).logits)
+
+
+def test_a_tied_export_in_several_files_has_no_head_in_its_index_and_no_empty_tensor(
+    model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A tied lm_head is kept in the base model's index: an empty tensor in shard 2, whose header is rejected."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from eval_service.contract import names
+    from eval_service.contract.snapshot import SnapshotWriter
+
+    weights = ModelWeights(model, tokenizer, with_canary=False, max_file_bytes=100_000)
+    weights.stage()
+    with SnapshotWriter(tmp_path, "r", 1, "tests") as writer:
+        weights.fill(writer)
+        path = writer.publish(canary=None, dispatch=()).path
+    index = json.loads((path / names.INDEX).read_bytes())["weight_map"]
+    shards = {name: load_file(path / name) for name in set(index.values())}
+    assert len(shards) > 1
+    assert "lm_head.weight" not in index
+    assert all(shards[file][name].numel() for name, file in index.items())
+    assert sum(len(tensors) for tensors in shards.values()) == len(index)
+    assert same(AutoModelForCausalLM.from_pretrained(path), model)
+
+
+def test_the_plain_pytorch_example_runs(
+    stub: StubService, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.known_suites = frozenset({"letters"})
+    monkeypatch.setattr(sys, "argv", ["plain_pytorch.py", str(tiny_model_dir), str(tmp_path), stub.url])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples/plain_pytorch.py"))
+    assert stub.steps() == [0, 2, 4]
+    assert stub.point(4).force
 
 
 @pytest.mark.parametrize(
