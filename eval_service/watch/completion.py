@@ -57,8 +57,8 @@ def look_at(directory: Path) -> Look:
     """
     state, newest = xxhash.xxh3_128(), _changed(directory)
     for path in sorted(directory.iterdir()):
-        info = path.stat()
-        newest = max(newest, _changed(path))
+        info = path.stat() if path.exists() else path.lstat()  # a link to nothing: the checks name it
+        newest = max(newest, info.st_mtime, info.st_ctime)
         state.update(f"{path.name}\0{info.st_size}\0{info.st_mtime_ns}\0{info.st_ino}\n".encode())
     return Look(state.hexdigest(), newest)
 
@@ -101,7 +101,7 @@ class Checkpoint:
                 return Incomplete(f"still changing, or for less than {rule.quiet_s:g} s not", settled=False)
             digest, fault = self._read(seen)
         except OSError as exc:
-            return Incomplete(f"can't be read: {exc}", settled=False)
+            return Incomplete(f"can't be read: {exc}", settled=not self.directory.exists())
         if self.checked[0] != seen.mark:
             return Incomplete("changed while it was read", settled=False)
         if rule.marker is None and fault:

@@ -82,8 +82,8 @@ class Watcher:
     doubles: dict[int, str] = field(default_factory=dict)
     points: list[PointView] = field(default_factory=list)
     in_flight: set[str] = field(default_factory=set)
-    suites: tuple[str, ...] = ()
-    bound: int = 1
+    spec: RunSpec | None = None
+    last_spec: RunSpec | None = None  # told again to a service that has lost its ledger
     told: int = -1
 
     def turn(self) -> None:
@@ -95,7 +95,14 @@ class Watcher:
             OSError: the directory can't be read.
         """
         self._find()
-        if not self.suites:
+        try:
+            self._hand_over()
+        except NotFound as exc:  # it has lost its ledger: the next turn tells it everything again
+            self.spec, self.told = None, -1
+            raise Unavailable(exc.message) from exc
+
+    def _hand_over(self) -> None:
+        if self.spec is None:
             self._announce()
         self._tell_progress()
         self.points = self._all_points()
@@ -104,6 +111,16 @@ class Watcher:
             if not self._take(step, self.taken[step]):
                 break
         self.points = self._all_points()
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The run's."""
+        return self.last_spec.suites if self.last_spec is not None else ()
+
+    @property
+    def bound(self) -> int:
+        """How many checkpoints may be handed over and not ended."""
+        return self.last_spec.max_in_flight if self.last_spec is not None else 1
 
     @property
     def at_rest(self) -> bool:
@@ -157,8 +174,7 @@ class Watcher:
         """Nothing has changed since it was handed over, by this watch or by an earlier one."""
         try:
             seen = taken.checkpoint.look()
-        except OSError as exc:  # it may be gone: its points go on, if it has any
-            taken.why, taken.blocked = f"can't be read: {exc}", True
+        except OSError:  # it may be gone: its points go on, if it has any
             return taken.sent is not None
         if taken.sent == seen.mark:
             return True
@@ -175,15 +191,18 @@ class Watcher:
         try:
             spec = self.client.run(asked.run).spec
         except NotFound:
-            if not asked.suites:
+            if self.last_spec is not None:
+                spec = self.last_spec
+            elif asked.suites:
+                spec = RunSpec(root=str(asked.root or asked.directory), suites=asked.suites)
+            else:
                 hint = "name the suites, such as --suites letters"
                 raise InvalidRequest(f"run {asked.run} is not known yet", field="suites", hint=hint) from None
-            spec = RunSpec(root=str(asked.root or asked.directory), suites=asked.suites)
         given: dict[str, object] = {"suites": asked.suites or None, "max_in_flight": asked.max_in_flight}
         given |= {"root": str(asked.root) if asked.root else None}
         spec = spec.model_copy(update={key: value for key, value in given.items() if value is not None})
         self.client.put_run(asked.run, spec)
-        self.suites, self.bound = spec.suites, spec.max_in_flight
+        self.spec = self.last_spec = spec
 
     def _tell_progress(self) -> None:
         newest = max(self.taken, default=-1)
@@ -216,10 +235,7 @@ class Watcher:
         except Busy as exc:
             taken.why, taken.blocked = exc.message, False
             return False
-        except NotFound as exc:  # it has lost its ledger
-            self.suites = ()
-            raise Unavailable(exc.message) from exc
-        except Unavailable:
+        except (NotFound, Unavailable):
             raise
         except EvalfleetError as exc:
             taken.why, taken.blocked = str(exc), True

@@ -17,6 +17,7 @@ from eval_service.cli import main, options
 from eval_service.contract.errors import InvalidRequest, Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Kind, Source
+from eval_service.ledger.schema import points
 from eval_service.watch.completion import Rule
 from eval_service.watch.steps import compile_pattern, parse_steps, step_of
 from eval_service.watch.watcher import Asked, Watcher, gaps
@@ -344,6 +345,38 @@ def test_a_service_that_is_away_or_has_lost_its_ledger_is_told_everything_later(
     stand.service.away = lambda _: False
     watcher.turn()
     assert stand.steps() == [1]
+
+
+def test_a_service_that_has_forgotten_the_run_is_told_of_it_again(stand: Stand) -> None:
+    stand.save("step_1")
+    watcher = stand.watcher()
+    stand.quiet(watcher)
+    with stand.service.ledger.db.writing() as connection:  # as a service with an empty ledger
+        for table in reversed(points.metadata.sorted_tables):
+            if table.name != "meta":
+                connection.execute(table.delete())
+    stand.save("step_2", seed=2)
+    with pytest.raises(Unavailable):
+        watcher.turn()
+    stand.quiet(watcher)
+    assert 2 in stand.steps()
+    assert stand.service.ledger.views.run("w").spec.suites == ("main",)
+
+
+def test_a_link_to_nothing_and_a_directory_that_goes_are_gaps_and_hold_nothing_up(stand: Stand) -> None:
+    (stand.save("step_1") / "model-2.safetensors").symlink_to("gone")
+    place = stand.save("step_2", seed=2)
+    stand.save("step_3", seed=3)
+    watcher = stand.watcher()
+    watcher.turn()
+    shutil.rmtree(place)
+    stand.monotonic += 31
+    watcher.turn()
+    assert stand.steps() == [3]
+    assert watcher.at_rest, [(step, taken.why, taken.blocked, taken.sent) for step, taken in watcher.taken.items()]
+    first, second = gaps(watcher.coverage())
+    assert "is a link to nothing" in first
+    assert "step 2: not taken (can't be read" in second
 
 
 def test_a_run_that_is_not_known_needs_suites_and_one_that_is_keeps_its_own(stand: Stand) -> None:
