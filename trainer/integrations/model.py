@@ -25,6 +25,7 @@ from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter, is_of_model
 from trainer.buffer import HostBuffer
 from trainer.integrations.settings import HINT
+from trainer.layout import free_memory_bytes, megabytes
 from trainer.weights import ExportFailed, canary_of
 
 MAX_FILE_BYTES = 2 << 30
@@ -61,6 +62,7 @@ class ModelWeights:
         self._max_file_bytes = max_file_bytes
         tensors = distinct_tensors(self._model)
         self._dtype = dtype or _common_dtype(tensors.values())
+        _check_memory(sum(tensor.numel() for tensor in tensors.values()) * self._dtype.itemsize)
         self.buffer = HostBuffer(tensors, self._dtype, near=near)
         self._texts = _texts(self._model, tokenizer, DTYPES[self._dtype][0])
 
@@ -170,6 +172,17 @@ def _check(model: Any) -> None:
                 field="model",
                 hint="let the trainer save whole checkpoints, and point `evalfleet watch` at them",
             )
+
+
+def _check_memory(needed_bytes: int) -> None:
+    print(f"evalfleet: export buffer: {megabytes(needed_bytes)} of host memory", flush=True)
+    free = free_memory_bytes()
+    if free is not None and needed_bytes > free:
+        raise ConfigError(
+            f"the export buffer needs {megabytes(needed_bytes)} of host memory; {megabytes(free)} are free",
+            field="model",
+            hint="free memory, or let the trainer save checkpoints and point `evalfleet watch` at them",
+        )
 
 
 def _common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -433,6 +433,14 @@ def test_a_model_that_one_rank_does_not_hold_whole_is_refused_at_the_start_by_na
         evaluations(service).start(weights_of(model, tokenizer), num_steps=2)
 
 
+def test_a_buffer_that_does_not_fit_is_refused_at_the_start(
+    service: PaperService, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.integrations.model.free_memory_bytes", lambda: 10)
+    with pytest.raises(ConfigError, match="the export buffer needs .* of host memory"):
+        evaluations(service).start(weights_of(model, tokenizer), num_steps=2)
+
+
 def test_an_unknown_suite_or_key_is_refused_at_the_start_by_name(
     service: PaperService, model: Any, tokenizer: Any
 ) -> None:
