@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -190,6 +190,26 @@ class EvalSection(Section):
         return self
 
 
+class Evaluated(Protocol):
+    """What the eval side reads of a run's settings: `RunConfig`, or what another trainer's callback was given."""
+
+    @property
+    def run(self) -> RunSection:
+        """Name and places."""
+
+    @property
+    def eval(self) -> EvalSection:
+        """What is evaluated, and how long it may hold a step."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """The last step, where it is known."""
+
+    @property
+    def reuses(self) -> bool:
+        """Points are made of own checkpoints rather than of exports."""
+
+
 class RunConfig(Section):
     """The whole of `run.toml`; paths are absolute once it is loaded."""
 
@@ -210,6 +230,11 @@ class RunConfig(Section):
     def save_dir(self) -> Path:
         """Checkpoints."""
         return self.train.save_dir or self.output_dir / "checkpoints"
+
+    @property
+    def num_steps(self) -> int:
+        """The last step."""
+        return self.train.num_steps
 
     @property
     def reuses(self) -> bool:

@@ -22,6 +22,7 @@ from eval_service.cli import (
     launching,
     reading,
     serving,
+    watching,
 )
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
@@ -56,6 +57,7 @@ app.command("resume")(commanding.resume)
 app.command("delete")(commanding.delete)
 app.command("scale")(commanding.scale)
 app.command("check")(checking.check)
+app.command("watch")(watching.watch)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
 app.command("chaos")(chaosing.chaos)

@@ -103,7 +103,9 @@ class EvalClient:
             Unavailable: the service can't be reached.
         """
         wait = min(request.wait_s if request.wait_s is not None else LONG_POLL_S, LONG_POLL_S)
-        return self._call(DispatchReply, "POST", "/dispatch", body=request, extra_s=wait if not request.snapshot else 0)
+        # A hand-over is not held; one that also asks for room is, where the caller says that it would wait.
+        held = request.snapshot is None or request.wait_s is not None
+        return self._call(DispatchReply, "POST", "/dispatch", body=request, extra_s=wait if held else 0)
 
     def reserve(self, request: DispatchRequest, *, deadline_s: float) -> DispatchReply:
         """Reserve, waiting for room up to a deadline.
