@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eval_service.contract.wire import Wire
+from eval_service.contract.results import Wire
 
 
 class ScaleRequest(Wire):
