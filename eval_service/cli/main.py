@@ -17,6 +17,7 @@ from eval_service.cli import (
     demonstrating,
     doctoring,
     draining,
+    endpointing,
     reading,
     serving,
 )
@@ -47,6 +48,7 @@ app.command("release")(commanding.release)
 app.command("pause")(commanding.pause)
 app.command("resume")(commanding.resume)
 app.command("delete")(commanding.delete)
+app.command("endpoint")(endpointing.endpoint)
 app.command("check")(checking.check)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
 
+from eval_service.gateway.endpoint import Endpoint
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
 from eval_service.ledger.views import Views
@@ -82,6 +83,7 @@ class Services:
     views: Views
     version: str
     wake: Callable[[], None]
+    endpoint: Endpoint | None = None  # the service has a proxy
     drains: SharedLook = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,17 +26,22 @@ from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
+from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.services import Services
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.orders import Orders
+from eval_service.ledger.servings import Servings
 from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
+from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
+from router.proxy import Table, TableReport
 
 APPLICATION = "evalfleet"
+HEAD_NODE_RESOURCE = "node:__internal_head__"  # Ray's own
 # Serve's default of 5 would let a few long polls starve everything else.
 MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
@@ -53,8 +58,8 @@ _ENGINE_CHECK_TIMEOUT_S = 10.0
 class GatewayDeployment:
     """The ingress: the FastAPI application over the ledger."""
 
-    def __init__(self, settings: Settings, controller: DeploymentHandle, groups: list[DeploymentHandle]) -> None:
-        del groups  # named so that Serve deploys them with the application
+    def __init__(self, settings: Settings, controller: DeploymentHandle, others: list[DeploymentHandle]) -> None:
+        del others  # named so that Serve deploys them with the application
         self._controller = controller
         database = Database(settings.ledger)
         bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
@@ -62,7 +67,9 @@ class GatewayDeployment:
         self._wakes, self._woke_at = False, self._loop.time()
         known = version("evalfleet")
         views = Views(database, version=known)
-        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake)
+        address = settings.proxy_address
+        endpoint = Endpoint(Servings(database), *address) if address is not None else None
+        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake, endpoint)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._services)
@@ -95,6 +102,10 @@ class ControllerDeployment:
     async def poll(self, report: EngineReport) -> Command | None:
         """An engine's replica reports; see `ControllerLink`."""
         return await self._thread.call(self._controller.poll(report))
+
+    async def poll_proxy(self, report: TableReport) -> Table:
+        """The proxy reports, and is told which lanes it drives; see `router.proxy.Source`."""
+        return await self._thread.call(self._controller.poll_proxy(report))
 
     async def wake(self) -> None:
         """There is something to do."""
@@ -203,7 +214,16 @@ def build(settings: Settings) -> Any:
         if (found := _group(settings, name, group, controller)) is not None
     ]
     gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
-    return gateway.bind(settings, controller, groups)
+    return gateway.bind(settings, controller, [*groups, *_proxy(settings, controller)])
+
+
+def _proxy(settings: Settings, controller: Any) -> list[Any]:
+    """The proxy, on the head node, where the API is: both are reached under one name."""
+    if (proxy := settings.proxy) is None:
+        return []
+    part = _deployment(ProxyDeployment, "proxy", graceful_shutdown_timeout_s=proxy.grace_s + 5.0)
+    head = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE: 0.001}}
+    return [part.options(ray_actor_options=head).bind(proxy, controller)]
 
 
 def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:

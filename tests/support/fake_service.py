@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.serving import ServingView
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
@@ -43,6 +44,7 @@ class FakeService:
     dispatches: list[DispatchRequest] = field(default_factory=list)
     drains: list[DrainRequest] = field(default_factory=list)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    served: frozenset[str] = frozenset()
     command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
 
     def connect(self, url: str) -> EvalClient:
@@ -65,6 +67,9 @@ class FakeService:
                 samples = self.samples.get(point, [])
                 first, last = self._window(request.url.params)
                 return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
+            case ["points", point, "serve"]:
+                self.asked.append((f"{request.method} serve {request.content.decode()}".strip(), point))
+                return self._serving(point, open_=request.method == "POST")
             case ["points", point, verb]:
                 return self._command(point, verb)
             case ["points", point]:
@@ -89,6 +94,14 @@ class FakeService:
         if verb:
             self.asked.append((verb, run))
         return self.command_reply if verb in ("cancel", "backfill") else self._run(run)
+
+    def _serving(self, point: str, *, open_: bool) -> ServingView:
+        if not open_ and point not in self.served:
+            raise NotFound(f"point {point} is not served", field="id")
+        url, label = f"http://proxy:8710/lanes/{point}", "label" if open_ else None
+        return ServingView(
+            point=point, url=url, until=2000.0, open=open_, engines=int(open_), weight_version=label, detail=None
+        )
 
     def _command(self, point: str, verb: str) -> PointView:
         found = next(view for view in self.points if view.id == point)
