@@ -24,6 +24,7 @@ from eval_service.engine.attached import Attachment
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
+from eval_service.engine.start_guard import StartGuard
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.endpoint import Endpoint
@@ -141,6 +142,7 @@ class EngineDeployment:
     """One engine: a runner that owns an SGLang process group."""
 
     def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
+        self._guard = StartGuard()
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
         self._handover_s = settings.fleet.service.handover_s
@@ -159,6 +161,7 @@ class EngineDeployment:
 
     async def check_health(self) -> None:
         """Raises when this replica can't keep an engine."""
+        self._guard.disarm()  # from here on Serve looks after it
         await self._runner.check_health()
 
     async def __del__(self) -> None:

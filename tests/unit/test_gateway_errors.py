@@ -22,6 +22,7 @@ ROUTES = {
     *(f"POST /runs/{{run}}/{verb}" for verb in ("progress", "pause", "resume", "cancel", "backfill")),
     *("GET /points", "GET /points/{id}", "GET /points/{id}/samples"),
     *(f"POST /points/{{id}}/{verb}" for verb in ("report", "retry", "cancel", "hold", "release")),
+    *(f"{method} /points/{{id}}/serve" for method in ("POST", "GET", "DELETE")),
     *("GET /fleet", "GET /healthz", "GET /readyz", "GET /metrics"),
 }
 
