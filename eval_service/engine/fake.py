@@ -54,6 +54,8 @@ class Knobs:
     boot_fails: bool = False  # ends before it listens
     latency_s: float = 0.0  # of each /generate
     update_s: float = 0.0  # of each /update_weights_from_disk
+    health_s: float = 0.0  # of each /health
+    paused_by_update: bool = False  # from the next update on, generation waits for ever
     hang: bool = False  # nothing is ever answered
     unavailable: bool = False  # 503 to everything but /health and /_knobs
     die: bool = False  # the process ends at the next request
@@ -137,6 +139,7 @@ class FakeEngine:
         self._abort = asyncio.Event()
         self._in_flight = 0
         self._updating = asyncio.Lock()
+        self._paused = False
         self.orders = Orders(Path(self.knobs.orders), self.knobs) if self.knobs.orders else None
 
     def app(self) -> web.Application:
@@ -145,7 +148,7 @@ class FakeEngine:
         ok = self._ok
         app.add_routes(
             [
-                web.get("/health", ok),
+                web.get("/health", self._health),
                 web.get("/health_generate", ok),
                 web.get("/ready", ok),
                 web.get("/metrics", ok),
@@ -191,6 +194,10 @@ class FakeEngine:
         return on
 
     async def _ok(self, request: web.Request) -> web.Response:
+        return web.Response(text="")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.knobs.health_s)
         return web.Response(text="")
 
     async def _turn(self, request: web.Request) -> web.Response:
@@ -248,6 +255,7 @@ class FakeEngine:
                 return _update_answer(False, f"Failed to update weights: {exc}.")
             except SnapshotFault:
                 os._exit(1)  # as SGLang: its rollback reads the path that it has just set
+            self._paused = self._bites("paused_by_update")
             if not self._bites("wrong_weights"):
                 self._weights = weights
             self._model_path = body["model_path"]
@@ -270,6 +278,8 @@ class FakeEngine:
             self._in_flight += 1
             self._idle.clear()
         try:
+            if self._paused:
+                await asyncio.Event().wait()
             aborted = await self._held_up()
         finally:
             self._in_flight -= 1
