@@ -190,7 +190,8 @@ class Serving:
 
     async def tick(self) -> None:
         """Open what was asked for, end what is over, part with what is gone."""
-        wanted = {point.id: point for point in await self._ledger(self._moves.live)}
+        live, over = await self._ledger(self._moves.look)
+        wanted = {point.id: point for point in live}
         for id_, lane in list(self.lanes.items()):
             if id_ not in wanted:
                 lane.close()
@@ -200,9 +201,8 @@ class Serving:
         for id_, point in wanted.items():
             if id_ not in self.lanes:
                 await self._begin(point)
-        over = [point for point in await self._ledger(self._moves.over) if point not in self.lanes]
-        if over:
-            await self._ledger(self._moves.forget, over)
+        if ended := [point for point in over if point not in self.lanes]:
+            await self._ledger(self._moves.forget, ended)
         for id_, lane in list(self.lanes.items()):
             if (outlook := lane.outlook) != lane.told:
                 await self._ledger(self._moves.note, id_, outlook)

@@ -105,18 +105,13 @@ class ServingMoves:
         self._db = database
         self.epoch = epoch
 
-    def live(self) -> list[Runnable]:
-        """What is to be served now."""
+    def look(self) -> tuple[list[Runnable], list[str]]:
+        """What is to be served now; and the points whose serving has ended, by whatever it was."""
         with self._db.looking(self.epoch) as connection:
-            rows = connection.execute(_live(self._db.clock())).mappings().all()
-        return [runnable_of(row) for row in rows]
-
-    def over(self) -> list[str]:
-        """Servings that have ended, by whatever it was."""
-        now = self._db.clock()
-        with self._db.looking(self.epoch) as connection:
-            live = set(connection.execute(_live(now).with_only_columns(points.c.id)).scalars())
-            return [point for point in connection.execute(select(servings.c.point)).scalars() if point not in live]
+            marked = list(connection.execute(select(servings.c.point)).scalars())
+            rows = connection.execute(_live(self._db.clock())).mappings().all() if marked else ()
+        live = [runnable_of(row) for row in rows]
+        return live, sorted(set(marked) - {point.id for point in live})
 
     def manifest(self, point: str) -> Manifest:
         """Of a point's snapshot."""

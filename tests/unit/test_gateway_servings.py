@@ -25,7 +25,7 @@ def test_a_serving_tells_its_address_at_once_and_its_engines_once_there_are_some
     point = api.ledger.done(1)
     view = ServingView.model_validate(api.post(f"/points/{point}/serve", {"for_s": 60}, status=202))
     assert (view.url, view.engines, view.open) == (f"http://10.0.0.1:8710/lanes/{point}", 0, True)
-    assert [found.id for found in moves(api).live()] == [point]
+    assert [found.id for found in moves(api).look()[0]] == [point]
     moves(api).note(point, Outlook(1, "label", None))
     assert api.post(f"/points/{point}/serve", {"for_s": 60})["weight_version"] == "label"
     assert api.get(f"/points/{point}/serve")["engines"] == 1
@@ -37,9 +37,9 @@ def test_asked_again_the_time_begins_anew_and_it_ends_by_itself(api: Api) -> Non
     api.ledger.clock.turn(50)
     api.post(f"/points/{point}/serve", {"for_s": 60}, status=202)
     api.ledger.clock.turn(50)
-    assert moves(api).over() == []
+    assert moves(api).look()[1] == []
     api.ledger.clock.turn(11)
-    assert moves(api).over() == [point]
+    assert moves(api).look()[1] == [point]
     moves(api).forget([point])
     assert "is not served" in api.error("GET", f"/points/{point}/serve", 404)["message"]
 
@@ -49,7 +49,7 @@ def test_closing_ends_it_and_opening_it_while_it_closes_keeps_it(api: Api) -> No
     api.post(f"/points/{point}/serve", {}, status=202)
     answer = api.request("DELETE", f"/points/{point}/serve")
     assert (answer.status_code, answer.json()["open"]) == (202, False)
-    over = moves(api).over()
+    over = moves(api).look()[1]
     api.post(f"/points/{point}/serve", {}, status=202)
     moves(api).forget(over)
     assert api.get(f"/points/{point}/serve")["open"] is True
