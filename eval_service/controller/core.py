@@ -299,7 +299,8 @@ class _Acting:
 
     async def _serve(self) -> None:
         if self.serving is not None:
-            await self.serving.tick()
+            if await self.serving.tick():
+                self._housekeeping.something_settled()
             why = {id_: "the controller evaluates it; its samples are kept with the point" for id_ in self._lanes}
             self.serving.board.elsewhere(why)
 

@@ -188,8 +188,8 @@ class Serving:
         self._made = 0
         self.lanes: dict[str, ServedLane] = {}
 
-    async def tick(self) -> None:
-        """Open what was asked for, end what is over, part with what is gone."""
+    async def tick(self) -> bool:
+        """Open what was asked for, end what is over, part with what is gone; whether a snapshot is needed no longer."""
         live, over = await self._ledger(self._moves.look)
         wanted = {point.id: point for point in live}
         for id_, lane in list(self.lanes.items()):
@@ -207,6 +207,7 @@ class Serving:
             if (outlook := lane.outlook) != lane.told:
                 await self._ledger(self._moves.note, id_, outlook)
                 lane.told = outlook
+        return bool(ended)
 
     async def _begin(self, point: Runnable) -> None:
         self._made += 1
