@@ -30,6 +30,9 @@ class ServiceConfig(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8700, ge=0, le=65535)
+    proxy_port: int | None = Field(default=None, ge=0, le=65535, description="of `/lanes/{point}/...`; None: no proxy")
+    proxy_host: str | None = Field(default=None, description="the address that it listens on; None: `host`")
+    proxy_api_key_env: str | None = Field(default=None, description="environment variable with its clients' key")
     state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger, logs and Ray's files; local disk")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; None: SQLite in state_dir")
     roots: tuple[Path, ...] = Field(min_length=1, description="snapshots and base models must lie in one of these")

@@ -78,12 +78,20 @@ class Exchange:
         "outlet",
         "passed_on",
         "status",
+        "tail",
         "upstream",
         "wire",
     )
 
-    def __init__(self, upstream: str, done: asyncio.Future[Reply | Broken], outlet: Outlet | None = None) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        done: asyncio.Future[Reply | Broken],
+        outlet: Outlet | None = None,
+        tail: bytes = b"",
+    ) -> None:
         self.upstream = upstream
+        self.tail = tail  # header lines to add for a client
         self.done = done
         self.outlet = outlet
         self.passed_on = False

@@ -45,6 +45,7 @@ class Answer:
     latency_s: float
     headers: list[Header]
     passed_on: bool
+    tail: bytes = b""  # header lines that a proxy adds
 
 
 @dataclass(slots=True)
@@ -276,7 +277,7 @@ class Router:
         started = self._clock()
         remaining_s = call.remaining_s(started)
         done = asyncio.get_running_loop().create_future()
-        exchange = run.exchange = Exchange(run.upstream.id, done, call.outlet)
+        exchange = run.exchange = Exchange(run.upstream.id, done, call.outlet, run.upstream.tail)
         transport = self._transport or self._made_transport()
         reply = await transport.send(
             run.upstream, call.request, exchange, timeout_s=min(self.limits.request_timeout_s, remaining_s)
@@ -286,8 +287,8 @@ class Router:
             return None
         self._slots_of(run).succeeded(run)
         latency_s = self._clock() - started
-        id_ = run.upstream.id
-        return Answer(reply.status, reply.body, id_, call.attempts, latency_s, reply.headers, exchange.passed_on)
+        told = (run.upstream.id, call.attempts, latency_s, reply.headers, exchange.passed_on, run.upstream.tail)
+        return Answer(reply.status, reply.body, *told)
 
     def _made_transport(self) -> Transport:
         self._transport = Transport(self.limits.connect_timeout_s)

@@ -26,16 +26,19 @@ class Origin:
 class Upstream:
     """A server that answers requests: `url` is its base, `headers` go with every request (its key, say).
 
-    `proof` is raised by whoever proves it anew: an upstream told again with another proof is readmitted.
+    `proof` is raised by whoever proves it anew: an upstream told again with another proof is readmitted. `tells` are
+    headers that a proxy puts on every answer of it: what it was proven to be, say.
     """
 
     id: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     proof: int = 0
+    tells: Mapping[str, str] = field(default_factory=dict)
     origin: Origin = field(init=False, repr=False, compare=False)
     base: bytes = field(init=False, repr=False, compare=False)  # of the path, without a '/' at its end
     head: bytes = field(init=False, repr=False, compare=False)  # the header lines that every request carries
+    tail: bytes = field(init=False, repr=False, compare=False)  # those that a proxy adds to every answer
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -48,6 +51,7 @@ class Upstream:
         set_(self, "origin", Origin(parts.hostname, parts.port or (443 if tls else 80), tls))
         set_(self, "base", parts.path.rstrip("/").encode())
         set_(self, "head", header_lines({"Host": parts.netloc, **self.headers}))
+        set_(self, "tail", header_lines({"X-Router-Upstream": self.id, **self.tells}))
 
 
 @dataclass(eq=False, slots=True)

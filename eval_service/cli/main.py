@@ -18,6 +18,7 @@ from eval_service.cli import (
     demonstrating,
     doctoring,
     draining,
+    endpointing,
     exporting,
     launching,
     reading,
@@ -56,6 +57,7 @@ app.command("pause")(commanding.pause)
 app.command("resume")(commanding.resume)
 app.command("delete")(commanding.delete)
 app.command("scale")(commanding.scale)
+app.command("endpoint")(endpointing.endpoint)
 app.command("check")(checking.check)
 app.command("watch")(watching.watch)
 app.command("doctor")(doctoring.doctor)

@@ -19,6 +19,7 @@ from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, Evalfleet
 from eval_service.contract.names import check_run
 from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
+from eval_service.contract.serving import ServeRequest, ServingView
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import (
     DispatchReply,
@@ -185,6 +186,22 @@ class EvalClient:
     def release(self, point: str) -> PointView:
         """Give a held snapshot back to garbage collection."""
         return self._call(PointView, "POST", f"/points/{point}/release")
+
+    def serve(self, point: str, *, for_s: float = 3600.0) -> ServingView:
+        """Serve an ended point's snapshot through the proxy; again, for longer."""
+        return self._call(ServingView, "POST", f"/points/{point}/serve", body=ServeRequest(for_s=for_s))
+
+    def serving(self, point: str) -> ServingView:
+        """How a serving does.
+
+        Raises:
+            NotFound: there is none (any more).
+        """
+        return self._call(ServingView, "GET", f"/points/{point}/serve")
+
+    def end_serving(self, point: str) -> ServingView:
+        """End a serving."""
+        return self._call(ServingView, "DELETE", f"/points/{point}/serve")
 
     def cancel_run(self, run: str) -> RunCommandReply:
         """Take back all that is open of a run."""

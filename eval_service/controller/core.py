@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.admitting import Admissions
+from eval_service.controller.board import Board
 from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
-from eval_service.controller.pinning import Pinner
+from eval_service.controller.pin_orders import PinMaker
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
+from eval_service.controller.serving import ServedParts, Serving
 from eval_service.controller.sizing import Sizes, worth
-from eval_service.engine.protocol import Command, EngineReport, PinOrder
+from eval_service.engine.protocol import Command, EngineReport
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.intents import Bounds, Intents
@@ -35,9 +37,11 @@ from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
+from eval_service.ledger.servings import ServingMoves
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.limits import Limits
+from router.proxy import Table, TableReport
 from router.router import Router
 
 TICK_S = 0.5  # whatever changes wakes it; this is for what only time changes
@@ -96,6 +100,17 @@ class Controller:
         if self._acting is None:
             raise Unavailable("this controller does not hold the lock")
         return await self._acting.fleet.poll(report)
+
+    async def poll_proxy(self, report: TableReport) -> Table:
+        """The proxy's report, answered with the lanes that it drives.
+
+        Raises:
+            Unavailable: this controller does not act, or the service has no proxy.
+        """
+        serving = self._acting.serving if self._acting is not None else None
+        if serving is None:
+            raise Unavailable("this controller does not hold the lock, or has no proxy")
+        return await serving.board.poll(report)
 
     def wake(self) -> None:
         """There is something to do."""
@@ -213,7 +228,6 @@ class _Acting:
         self._served: dict[str, int] = {}
         self._shown_at = float("-inf")
         eval_group = parts.config.groups[EVAL_GROUP]
-        self._restart_timeout_s = eval_group.start_timeout_s
         self._costs = Costs(eval_group.server_concurrency)
         self.fleet = Fleet(
             parts.config.groups,
@@ -241,12 +255,20 @@ class _Acting:
         bounds = Bounds(self._service.roots, parts.suites.keys())
         retention = Retention(parts.database, moves.epoch)
         intents = Intents(parts.database, bounds)
+        self._pins = PinMaker(self.fleet, self._service, eval_group.start_timeout_s, on_trouble=wake, clock=clock)
+        self.serving = None
+        if self._service.proxy_port is not None:
+            board = Board(moves.epoch, on_change=wake, clock=clock)
+            servings = ServingMoves(parts.database, moves.epoch)
+            served = ServedParts(self.fleet, board, self._costs, eval_group.server_concurrency, wake, clock)
+            self.serving = Serving(served, servings, ledger, self._pins, patience_s=self._service.point_timeout_s / 2)
         self._housekeeping = Housekeeping(self._service, intents, retention, ledger, loading=self.fleet.loading)
 
     def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
         return (
             ("engines", self._look_at_engines),
+            ("servings", self._serve),
             ("leases", self._lease),
             ("sizes", self._decide_sizes),
             ("intents", self._take_intents),
@@ -260,6 +282,8 @@ class _Acting:
 
     async def close(self) -> None:
         """Stop every task; nothing is written for what was under way."""
+        if self.serving is not None:
+            await self.serving.close()
         for lane in self._lanes.values():
             lane.cancel()
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
@@ -280,6 +304,15 @@ class _Acting:
         for lane in list(self._lanes.values()):
             lane.look()
         self.fleet.release()
+
+    # --- what the proxy drives
+
+    async def _serve(self) -> None:
+        if self.serving is not None:
+            if await self.serving.tick():
+                self._housekeeping.something_settled()
+            why = {id_: "the controller evaluates it; its samples are kept with the point" for id_ in self._lanes}
+            self.serving.board.elsewhere(why)
 
     # --- points
 
@@ -312,14 +345,20 @@ class _Acting:
                 await self._ledger(self._moves.end_unserved, point, detail)
 
     async def _lease(self) -> None:
-        if not self.fleet.free():
+        serving = self.serving
+        if not self.fleet.free() and not (serving and serving.lanes):
             return
         by_id = await self._queued()
         claims = self._claims(by_id)
         free = sorted(engine.id for engine in self.fleet.free())
         held: dict[str, int] = {}
-        for lane in self._lanes.values():
+        for lane in (*self._lanes.values(), *(serving.lanes.values() if serving else ())):
             held[lane.point.run] = held.get(lane.point.run, 0) + len(lane.engines)
+        if serving is not None:
+            free = [id_ for id_ in free if not serving.board.holds(id_)]
+            if not free:
+                serving.give_way(claims, held)
+            claims += serving.claims()
         for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
             await self._give(lease, by_id)
 
@@ -346,6 +385,8 @@ class _Acting:
 
     async def _give(self, lease: Lease, queued: Mapping[str, Runnable]) -> None:
         """Carry a lease out, if what it was planned for is still so: each ledger call lets time pass."""
+        if self.serving is not None and self.serving.give(lease.point, lease.engine):
+            return
         lane = self._lanes.get(lease.point)
         if lane is None and lease.point in queued:
             lane = await self._begin(queued[lease.point])
@@ -368,16 +409,7 @@ class _Acting:
         number = await self._ledger(self._moves.begin_attempt, point.id)
         if number is None:
             return None
-        order = PinOrder(
-            snapshot=point.snapshot,
-            manifest=manifest,
-            weight_version=f"{point.digest[:8]}.{point.id}.{number}",
-            timeout_s=self._service.pin_timeout_s,
-            visibility_timeout_s=self._service.visibility_timeout_s,
-            roots=tuple(str(root) for root in self._service.roots),
-        )
-        wake = self._lane_parts.on_change
-        pinner = Pinner(self.fleet, order, self._restart_timeout_s, on_trouble=wake, clock=self._clock)
+        pinner = self._pins.pinner(point, manifest, str(number))
         lane = Lane(point, number, self._parts.suites[point.suite], pinner, self._lane_parts)
         self._lanes[point.id] = lane
         lane.start().add_done_callback(lambda _: self._ended(point.id))

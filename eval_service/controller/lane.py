@@ -231,8 +231,16 @@ class Lane:
     def _note_failure(self, engine_id: str, outcome: Outcome) -> None:
         if outcome.verdict is Verdict.FENCED:
             self._condemn(Fenced(outcome.detail))
+        elif outcome.verdict is Verdict.DISPUTED:
+            self._dispute(engine_id, outcome.detail)
         elif outcome.verdict is not Verdict.ENGINE:
             self._suspicions[engine_id] = outcome
+
+    def _dispute(self, engine_id: str, detail: str) -> None:
+        """What the lane's engines hold is contested: no sample counts, and whoever may be wrong starts anew."""
+        for party in sorted(self.pinner.parties()):
+            self.parts.fleet.quarantine(party, f"which of them holds the snapshot is not known: {detail}")
+        self._condemn(LaneFault("disagreement", detail))
 
     def _judge(self) -> None:
         """Who is at fault for the pins that failed: the engines, if any engine proved the snapshot; else it is.

@@ -1,5 +1,9 @@
 """Bringing one engine to a lane's weights: two tries, then a restart and its last good snapshot, then a verdict.
 
+Where the snapshot has a canary, each engine is proven by itself. Without one, engines are held to each other, and to
+have come first is no proof: against one engine alone, another that was started anew and still disagrees makes it a
+dispute, which neither wins; two that agree win against one.
+
 The verdict says who is at fault. An engine that can't load what was loaded before is. A snapshot that fails again on an
 engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds.
 The lane decides, since it knows what other engines made of the snapshot.
@@ -30,6 +34,7 @@ class Verdict(StrEnum):
     ENGINE = "engine"  # the engine is at fault, or gone; it was quarantined if it still answers
     SNAPSHOT = "snapshot"  # the engine loads a good snapshot and not this one
     SUSPECT = "suspect"  # the engine does not load this one, and there is no good one to try
+    DISPUTED = "disputed"  # started anew it still disagrees with the only engine that holds the snapshot, or two do
     NOT_VISIBLE = "not_visible"  # its files did not reach the engine's node in time
     FENCED = "fenced"  # another controller acts
 
@@ -47,7 +52,8 @@ class Outcome:
 class Pinner:
     """Pins the engines of one lane and keeps their evidence, which must agree exactly.
 
-    `troubled` are engines whose first try failed: they may be long in coming.
+    `dissent` is the evidence of those that don't. `troubled` are engines whose first try failed: they may be long in
+    coming.
     """
 
     fleet: Fleet
@@ -57,6 +63,7 @@ class Pinner:
     clock: Callable[[], float] = time.monotonic
     threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("pins"))
     evidence: dict[str, PinEvidence] = field(default_factory=dict)
+    dissent: dict[str, PinEvidence] = field(default_factory=dict)
     troubled: set[str] = field(default_factory=set)
     seconds: float | None = None  # of the last pin that was proven
 
@@ -74,7 +81,8 @@ class Pinner:
             return PinProof.CANARY
         if seen and all(evidence.fingerprint_kind == "checksum" for evidence in seen):
             return PinProof.CHECKSUM
-        return PinProof.AGREEMENT if len(seen) > 1 else PinProof.UNPROVEN
+        kinds = {evidence.fingerprint_kind for evidence in seen}  # of two kinds, none can be compared
+        return PinProof.AGREEMENT if len(seen) > 1 and len(kinds) == 1 else PinProof.UNPROVEN
 
     async def _pin(self, engine_id: str) -> Outcome:
         last = CommandResult("", ok=False, error=PinError.DIED, detail="the engine did not serve")
@@ -103,13 +111,15 @@ class Pinner:
         return result
 
     def _compared(self, engine_id: str, result: CommandResult) -> CommandResult:
-        """The engines of a lane must agree exactly; the first one sets what the others are held to."""
+        """The engines of a lane must agree exactly."""
         assert result.evidence is not None
         for other, evidence in self.evidence.items():
-            if not _agree(evidence, result.evidence):
+            if other != engine_id and not _agree(evidence, result.evidence):
                 self.fleet.engines[engine_id].pinned = None
+                self.dissent[engine_id] = result.evidence
                 detail = f"its fingerprint differs from that of {other}"
-                return CommandResult(result.id, ok=False, error=PinError.CANARY, detail=detail)
+                return CommandResult(result.id, ok=False, error=PinError.DISAGREES, detail=detail)
+        self.dissent.pop(engine_id, None)
         self.evidence[engine_id] = result.evidence
         self.fleet.prove(engine_id, Good(self.order, result.evidence))
         return result
@@ -122,7 +132,23 @@ class Pinner:
             return Outcome(Verdict.FENCED, detail=detail)
         if result.error is PinError.NOT_VISIBLE:
             return Outcome(Verdict.NOT_VISIBLE, detail=detail)
+        if result.error is PinError.DISAGREES and self._outvoted():
+            return Outcome(Verdict.DISPUTED, detail=f"two engines agree against it: {detail}")
         return None
+
+    def _outvoted(self) -> bool:
+        """Whether two engines agree, against one, on what the snapshot looks like."""
+        told = list(self.dissent.values())
+        agree = len(told) > 1 and all(_agree(told[0], other) for other in told)
+        return self._contestable() and agree
+
+    def parties(self) -> set[str]:
+        """The engines of a dispute that may be wrong: all, unless two agree against one."""
+        return set(self.evidence) if self._outvoted() else {*self.evidence, *self.dissent}
+
+    def _contestable(self) -> bool:
+        """Only one engine vouches for what the lane's engines are held to."""
+        return len(self.evidence) == 1 and all(evidence.canary_diff is None for evidence in self.evidence.values())
 
     async def _restart_and_judge(self, engine_id: str, last: CommandResult) -> Outcome:
         good = await self._good(engine_id)
@@ -134,6 +160,10 @@ class Pinner:
         again = await self._try(engine_id, self.order)
         if (outcome := self._conclusive(again)) is not None:
             return outcome
+        if again.error is PinError.DISAGREES:
+            if self._contestable():
+                return Outcome(Verdict.DISPUTED, detail=f"started anew, {_told(again)}")
+            return self._engines_fault(engine_id, _told(again))
         return Outcome(Verdict.SUSPECT if good is None else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:
@@ -160,7 +190,9 @@ class Pinner:
         """What the engine held last, else what any engine did, of other weights than these; None: nothing is left."""
         engine = self.fleet.engines.get(engine_id)
         for good in (engine.last_good if engine else None, self.fleet.last_good):
-            if good is not None and await self.threads.run(Path(good.order.snapshot).is_dir):
+            if good is None or good.order is self.order:  # what this very lane believes is what is in question
+                continue
+            if await self.threads.run(Path(good.order.snapshot).is_dir):
                 return good
         return None
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,23 @@ from typing import Any
 from aiohttp import web
 
 from eval_service.contract.errors import SnapshotFault
-from eval_service.contract.manifest import Canary, tensors_digest
-from eval_service.contract.safetensors_io import describe_file
+from eval_service.engine.fake_weights import (
+    ANSWERS,
+    ends_sglang,
+    fake_canary,
+    fake_logprobs,
+    fake_text,
+    read_weights,
+)
 
-ANSWERS = "fake_answers.json"
+__all__ = ["ANSWERS", "FakeEngine", "Knobs", "Orders", "fake_canary", "fake_logprobs", "fake_text", "read_weights"]
+
 _LOOK_S = 0.05
 _OPEN = ("/health", "/ready", "/metrics")
-_NORMAL = ("/generate", "/model_info", "/server_info", "/v1/models")
+_NORMAL = (
+    *("/generate", "/model_info", "/server_info", "/v1/models"),
+    *("/v1/completions", "/v1/chat/completions", "/health_generate"),
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +54,8 @@ class Knobs:
     boot_fails: bool = False  # ends before it listens
     latency_s: float = 0.0  # of each /generate
     update_s: float = 0.0  # of each /update_weights_from_disk
+    health_s: float = 0.0  # of each /health
+    paused_by_update: bool = False  # from the next update on, generation waits for ever
     hang: bool = False  # nothing is ever answered
     unavailable: bool = False  # 503 to everything but /health and /_knobs
     die: bool = False  # the process ends at the next request
@@ -110,53 +121,6 @@ class Orders:
             self._knobs.turn({knob: self._usual.pop(knob)})
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What was read of a model's directory."""
-
-    tensor_digest: str
-    answers: dict[str, str]
-
-
-def fake_logprobs(tensor_digest: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """The log-probs that a fake holding those tensors gives for a sequence; one shorter than it."""
-    result = []
-    for at in range(1, len(token_ids)):
-        seed = f"{tensor_digest}:{','.join(map(str, token_ids[: at + 1]))}"
-        fraction = int.from_bytes(hashlib.blake2s(seed.encode(), digest_size=6).digest(), "big") / (1 << 48)
-        result.append(-0.1 - 9.0 * fraction)
-    return tuple(result)
-
-
-def fake_canary(tensor_digest: str, rows: Sequence[Sequence[int]]) -> Canary:
-    """The right canary for a fake that holds those tensors."""
-    return Canary(
-        dtype="float32",
-        token_ids=tuple(tuple(row) for row in rows),
-        logprobs=tuple(fake_logprobs(tensor_digest, row) for row in rows),
-    )
-
-
-def fake_text(tensor_digest: str, prompt: str | list[int]) -> str:
-    """What a fake holding those tensors answers to a prompt that its `fake_answers.json` has not."""
-    return hashlib.blake2s(f"{tensor_digest}:{prompt}".encode(), digest_size=4).hexdigest()
-
-
-def read_weights(directory: Path) -> Weights:
-    """Read and hash what SGLang would load.
-
-    Raises:
-        FileNotFoundError: no such directory, or no safetensors file in it.
-        SnapshotFault: one is not sound; real SGLang dies of it.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"Cannot find any model weights with `{directory}`")
-    digest = tensors_digest([entry for file in files for entry in describe_file(file)[1]])
-    answers = directory / ANSWERS
-    return Weights(digest, json.loads(answers.read_text()) if answers.exists() else {})
-
-
 class FakeEngine:
     """The state of one fake server, and its routes."""
 
@@ -165,7 +129,7 @@ class FakeEngine:
         self.knobs.turn(boot.get("knobs") or {})
         self._keys = (boot["api_key"], boot["admin_api_key"])
         config = json.loads((Path(boot["model"]) / "config.json").read_text())
-        self._vocab_size = int(config["vocab_size"])
+        self._vocab_size, self._hidden_size = int(config["vocab_size"]), int(config.get("hidden_size", 0))
         self._context = int(config["max_position_embeddings"])
         self._model_path = str(boot["model"])
         self._weights = read_weights(Path(boot["model"]))
@@ -175,6 +139,7 @@ class FakeEngine:
         self._abort = asyncio.Event()
         self._in_flight = 0
         self._updating = asyncio.Lock()
+        self._paused = False
         self.orders = Orders(Path(self.knobs.orders), self.knobs) if self.knobs.orders else None
 
     def app(self) -> web.Application:
@@ -183,7 +148,7 @@ class FakeEngine:
         ok = self._ok
         app.add_routes(
             [
-                web.get("/health", ok),
+                web.get("/health", self._health),
                 web.get("/health_generate", ok),
                 web.get("/ready", ok),
                 web.get("/metrics", ok),
@@ -191,6 +156,8 @@ class FakeEngine:
                 web.get("/server_info", self._server_info),
                 web.get("/v1/models", self._models),
                 web.post("/generate", self._generate),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
                 web.post("/update_weights_from_disk", self._update),
                 web.post("/flush_cache", ok),
                 web.post("/pause_generation", ok),
@@ -229,6 +196,10 @@ class FakeEngine:
     async def _ok(self, request: web.Request) -> web.Response:
         return web.Response(text="")
 
+    async def _health(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.knobs.health_s)
+        return web.Response(text="")
+
     async def _turn(self, request: web.Request) -> web.Response:
         try:
             self.knobs.turn(await request.json())
@@ -252,6 +223,8 @@ class FakeEngine:
         return web.Response(text="")
 
     async def _checksum(self, request: web.Request) -> web.Response:
+        if (await request.json()).get("action") in ("snapshot", "reset_tensors"):
+            return web.json_response({"success": True, "message": "Success."})
         if not self.knobs.checksums:
             return web.json_response({"success": False, "message": "Torch not compiled with CUDA enabled"}, status=400)
         return web.json_response(
@@ -274,11 +247,15 @@ class FakeEngine:
             await self._idle.wait()
             await asyncio.sleep(self.knobs.update_s)
             try:
-                weights = await asyncio.to_thread(read_weights, Path(body["model_path"]))
+                place = Path(body["model_path"])
+                weights = await asyncio.to_thread(read_weights, place)
+                if ends_sglang(place, vocab_size=self._vocab_size, hidden_size=self._hidden_size):
+                    os._exit(1)
             except FileNotFoundError as exc:
                 return _update_answer(False, f"Failed to update weights: {exc}.")
             except SnapshotFault:
                 os._exit(1)  # as SGLang: its rollback reads the path that it has just set
+            self._paused = self._bites("paused_by_update")
             if not self._bites("wrong_weights"):
                 self._weights = weights
             self._model_path = body["model_path"]
@@ -286,7 +263,7 @@ class FakeEngine:
                 self._labels = [self._labels[-1], body["weight_version"]]
         return _update_answer(True, "Succeeded to update model weights.")
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompts, batched = _prompts(body)
         if prompts is None:
@@ -301,13 +278,27 @@ class FakeEngine:
             self._in_flight += 1
             self._idle.clear()
         try:
+            if self._paused:
+                await asyncio.Event().wait()
             aborted = await self._held_up()
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
-        answers = [self._answer(prompt, wanted, body, aborted=aborted) for prompt in prompts]
-        return web.json_response(answers if batched else answers[0])
+        n = int((body.get("sampling_params") or {}).get("n") or 1)
+        answers = [self._answer(prompt, wanted, body, aborted=aborted) for prompt in prompts for _ in range(n)]
+        if body.get("stream"):
+            return await _streamed(request, answers[0])
+        return web.json_response(answers if batched or n > 1 else answers[0])
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        answer = self._answer(body["prompt"], int(body.get("max_tokens") or 16), body, aborted=False)
+        choice = {"index": 0, "text": answer["text"], "finish_reason": answer["meta_info"]["finish_reason"]["type"]}
+        return web.json_response({"object": "text_completion", "model": body.get("model"), "choices": [choice]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        return _refused("a fake has no chat template")
 
     async def _held_up(self) -> bool:
         """Take as long as the knob says; whether it was aborted meanwhile."""
@@ -354,6 +345,16 @@ class FakeEngine:
             return self._weights.answers[prompt]
         seed = asked.get("sampling_seed") if asked.get("temperature") else None
         return fake_text(self._weights.tensor_digest, prompt if seed is None else f"{prompt}:{seed}")
+
+
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """Server-sent events, each with the text so far."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    for end in range(1, len(answer["text"]) + 1):
+        await response.write(f"data: {json.dumps({**answer, 'text': answer['text'][:end]})}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[str | list[int]] | None, bool]:

@@ -10,19 +10,21 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from eval_service.engine import supervisor
 from eval_service.engine.errors import BootFailed
 from eval_service.engine.grades import ServerPlan
+from eval_service.engine.scratch import Scratch
+from eval_service.secrets_apart import without_secrets
 
 STOP_GRACE_S = 0.5  # an evaluation has no state to save, and SGLang takes 6 to 66 s over SIGTERM
+MAX_LOG_BYTES = 16 << 20  # of one engine's log; what came before is kept once, beside it
+MAX_LOGS = 40  # of former engines, in one directory
 _STOP_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 20.0
 
@@ -36,10 +38,22 @@ def free_ports(host: str, count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def prune_logs(directory: Path) -> None:
+    """Each replica's log has a name of its own: of those of former ones the newest are kept."""
+
+    def age(path: Path) -> float:
+        with contextlib.suppress(OSError):
+            return -path.stat().st_mtime
+        return 0.0
+
+    for path in sorted(directory.glob("engine-*.log*"), key=age)[MAX_LOGS:]:
+        path.unlink(missing_ok=True)
+
+
 class ServerProcess:
     """One boot of a server. Make it with `start`; `exited` is set once its group is gone (or must be taken to be)."""
 
-    def __init__(self, program: subprocess.Popen[bytes], scratch: Path) -> None:
+    def __init__(self, program: subprocess.Popen[bytes], scratch: Scratch) -> None:
         self.exited = asyncio.Event()
         self.exit_code: int | None = None
         self.server_pid: int | None = None
@@ -57,14 +71,17 @@ class ServerProcess:
         Raises:
             BootFailed: the supervisor ended before it told of a server.
         """
-        scratch = Path(tempfile.mkdtemp(prefix="evalfleet-"))
         log.parent.mkdir(parents=True, exist_ok=True)
+        prune_logs(log.parent)
+        scratch = Scratch.make()
         program = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
             [sys.executable, "-I", "-S", supervisor.__file__],  # alone: it imports nothing that has to be found
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            cwd=scratch,
+            cwd=scratch.path,
+            env=without_secrets(os.environ),
+            pass_fds=(scratch.lock,),
         )
         process = cls(program, scratch)
         order = {
@@ -72,7 +89,8 @@ class ServerProcess:
             "env": dict(plan.env),
             "boot": plan.boot,
             "log": str(log.resolve()),
-            "scratch": str(scratch),
+            "scratch": str(scratch.path),
+            "max_log_bytes": MAX_LOG_BYTES,
             "grace_s": grace_s,
         }
         try:
@@ -143,4 +161,4 @@ class ServerProcess:
         if self._supervisor.stdin is not None:
             with contextlib.suppress(OSError):
                 self._supervisor.stdin.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.remove()

@@ -35,6 +35,7 @@ class PinError(StrEnum):
     DIED = "died"  # the engine's server ended or stopped answering
     LABEL = "label"  # /model_info shows another weight_version
     CANARY = "canary"  # log-probs differ from the trainer's by more than the tolerance
+    DISAGREES = "disagrees"  # its fingerprint is another than that of an engine with the same snapshot
     UNCHANGED = "unchanged"  # other weights were asked for, and the fingerprint stayed what it was
     STALE_EPOCH = "stale_epoch"  # the command is of a controller that no longer acts
     TIMEOUT = "timeout"  # the deadline passed

@@ -1,10 +1,10 @@
 """Owns one server's process group, so that no death leaves an orphan. Standard library only; it starts in 30 ms.
 
-The first line of standard input is the order (JSON: command, env, boot, log, scratch, grace_s); then the pipe stays
-open for as long as the replica lives. A line `ready` says that the server has made what shared memory it will make.
-When the pipe closes, or on SIGTERM, the server's group gets SIGTERM, after `grace_s` SIGKILL, and so does everything
-that descends from it. The server itself dies with this process (PR_SET_PDEATHSIG). Standard output tells, as JSON
-lines: {"event": "started", "pid": N}, {"event": "exited", "code": N}.
+The first line of standard input is the order (JSON: command, env, boot, log, max_log_bytes, scratch, grace_s); then
+the pipe stays open for as long as the replica lives. A line `ready` says that the server has made what shared memory it
+will make. When the pipe closes, or on SIGTERM, the server's group gets SIGTERM, after `grace_s` SIGKILL, and so does
+everything that descends from it. The server itself dies with this process (PR_SET_PDEATHSIG). Standard output tells, as
+JSON lines: {"event": "started", "pid": N}, {"event": "exited", "code": N}.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 20.0
 _SHARED_MEMORY = "/dev/shm/sgl"
+_LOG_LOOK_S = 5.0
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
         signal.signal(number, lambda *_: ending.append(True))
     server = _start(order, libc)
     _tell(event="started", pid=server)
-    code, leftovers = _watch(server, wake, ending)
+    code, leftovers = _watch(server, wake, ending, order)
     if code is None:
         code = _end(server, order["grace_s"])
     _kill_descendants(server)
@@ -91,7 +92,15 @@ def _start(order: dict[str, Any], libc: ctypes.CDLL) -> int:
     return child.pid
 
 
-def _watch(server: int, wake: int, ending: list[bool]) -> tuple[int | None, set[str]]:
+def _bound_log(path: str, max_bytes: int) -> None:
+    """The server appends to its log by itself: what is too long is copied aside and cut, which it need not know of."""
+    with contextlib.suppress(OSError):
+        if os.path.getsize(path) > max_bytes:
+            shutil.copyfile(path, path + ".1")
+            os.truncate(path, 0)
+
+
+def _watch(server: int, wake: int, ending: list[bool], order: dict[str, Any]) -> tuple[int | None, set[str]]:
     """Wait until the server has ended (its exit code) or must end (None); and what shared memory it mapped."""
     mapped: set[str] = set()
     with selectors.DefaultSelector() as selector:
@@ -101,7 +110,8 @@ def _watch(server: int, wake: int, ending: list[bool]) -> tuple[int | None, set[
             code = _reap(server)
             if code is not None or ending:
                 return code, mapped
-            for key, _ in selector.select():
+            _bound_log(order["log"], order["max_log_bytes"])
+            for key, _ in selector.select(_LOG_LOOK_S):
                 data = os.read(key.fd, 4096)
                 if key.fd == 0 and not data:
                     return None, mapped

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
 
+from eval_service.gateway.endpoint import Endpoint
 from eval_service.ledger.advising import Advisor
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
@@ -85,6 +86,7 @@ class Services:
     version: str
     wake: Callable[[], None]
     scaling: ScaleOrders
+    endpoint: Endpoint | None = None  # the service has a proxy
     drains: SharedLook = field(init=False)
     advisor: Advisor = field(init=False)
 

@@ -181,7 +181,7 @@ class Moves:
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-        return [_runnable(row) for row in rows]
+        return [runnable_of(row) for row in rows]
 
     def manifest(self, snapshot: str) -> Manifest:
         """An admitted snapshot's manifest."""
@@ -309,7 +309,8 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
     }
 
 
-def _runnable(row: RowMapping) -> Runnable:
+def runnable_of(row: RowMapping) -> Runnable:
+    """A row of a point with its snapshot's and its run's columns."""
     spec = json.loads(row["spec"])
     names = ("id", "seq", "run", "step", "suite", "force", "attempts", "queued_at", "snapshot_id")
     return Runnable(

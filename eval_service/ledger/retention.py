@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import case, delete, func, select, update
+from sqlalchemy import Select, case, delete, func, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason
@@ -18,7 +19,7 @@ from eval_service.contract.wire import DispatchRequest, Source
 from eval_service.gc.plan import SnapshotRow
 from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
-from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
+from eval_service.ledger.schema import attempts, commands, drains, points, runs, servings, snapshots
 
 _ENDS = tuple(state.value for state in ENDS)
 _LIVE = tuple(state.value for state in LIVE)
@@ -72,6 +73,7 @@ class Retention:
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
             best = best_snapshots(connection)
+            served = frozenset(connection.execute(_served()).scalars())
         return [
             SnapshotRow(
                 id=row["id"],
@@ -82,7 +84,7 @@ class Retention:
                 source=Source(row["source"]),
                 nonce=row["nonce"],
                 queued=bool(row["waiting"]),
-                leased=bool(row["live"]),
+                leased=bool(row["live"]) or row["id"] in served,
                 best=row["id"] in best and row["run_deleted_at"] is None,
                 held=row["held"],
                 settled_at=row["settled_at"],
@@ -123,6 +125,7 @@ class Retention:
                 snapshots.c.settled_at.is_not(None),
                 ~needed.exists(),
                 ~select(points.c.id).where(late).exists(),
+                ~_served().where(points.c.snapshot_id == snapshot).exists(),
                 ~select(commands.c.seq).where(commands.c.done_at.is_(None)).exists(),
             )
             return connection.execute(free.values(deleting_at=self._db.clock())).rowcount > 0
@@ -143,6 +146,7 @@ class Retention:
                 return False
             connection.execute(delete(attempts).where(attempts.c.point.in_(of_run)))
             connection.execute(delete(commands).where(commands.c.target.in_(of_run)))
+            connection.execute(delete(servings).where(servings.c.point.in_(of_run)))
             connection.execute(delete(points).where(points.c.run == run))
             connection.execute(delete(snapshots).where(snapshots.c.run == run))
             connection.execute(delete(drains).where(drains.c.run == run, drains.c.ended_at.is_(None)))
@@ -165,3 +169,8 @@ class Retention:
 
 def _place(run: str, spec: dict[str, object], deleting: bool) -> RunPlace:
     return RunPlace(run, Path(str(spec["root"])), 0 if deleting else int(str(spec["keep"])), deleting)
+
+
+def _served() -> Select[Any]:
+    """Snapshots that are served to people."""
+    return select(points.c.snapshot_id).join(servings, servings.c.point == points.c.id)

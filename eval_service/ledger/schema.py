@@ -124,6 +124,19 @@ attempts = Table(
     Column("engines", Text, nullable=False, default="[]"),
 )
 
+# Ended points whose snapshot is served to people.
+servings = Table(
+    "servings",
+    metadata,
+    Column("point", ForeignKey("points.id"), primary_key=True),
+    Column("asked_at", Float, nullable=False),
+    Column("until", Float, nullable=False),
+    Column("closed_at", Float),
+    Column("engines", Integer, nullable=False),  # that serve it now
+    Column("weight_version", String(64)),
+    Column("detail", Text),
+)
+
 # What a gateway asks of the controller.
 commands = Table(
     "commands",

@@ -25,21 +25,27 @@ from eval_service.engine.attached import Attachment
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
+from eval_service.engine.start_guard import StartGuard
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
+from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.services import Services
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.orders import Orders
 from eval_service.ledger.scaling import ScaleOrders
+from eval_service.ledger.servings import Servings
 from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
+from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.scaling import DesiredCount
 from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
+from router.proxy import Table, TableReport
 
 APPLICATION = "evalfleet"
+HEAD_NODE_RESOURCE = "node:__internal_head__"  # Ray's own
 # Serve's default of 5 would let a few long polls starve everything else.
 MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
@@ -57,8 +63,8 @@ _ENGINE_STOP_S = 10.0  # beside what it may take to hand its samples over
 class GatewayDeployment:
     """The ingress: the FastAPI application over the ledger."""
 
-    def __init__(self, settings: Settings, controller: DeploymentHandle, groups: list[DeploymentHandle]) -> None:
-        del groups  # named so that Serve deploys them with the application
+    def __init__(self, settings: Settings, controller: DeploymentHandle, others: list[DeploymentHandle]) -> None:
+        del others  # named so that Serve deploys them with the application
         self._controller = controller
         database = Database(settings.ledger)
         bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
@@ -67,7 +73,11 @@ class GatewayDeployment:
         known = version("evalfleet")
         views = Views(database, version=known)
         scaling = ScaleOrders(database, settings.fleet.groups)
-        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake, scaling)
+        address = settings.proxy_address
+        endpoint = Endpoint(Servings(database), *address) if address is not None else None
+        self._services = Services(
+            Intents(database, bounds), Orders(database), views, known, self._wake, scaling, endpoint
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._services)
@@ -100,6 +110,10 @@ class ControllerDeployment:
     async def poll(self, report: EngineReport) -> Command | None:
         """An engine's replica reports; see `ControllerLink`."""
         return await self._thread.call(self._controller.poll(report))
+
+    async def poll_proxy(self, report: TableReport) -> Table:
+        """The proxy reports, and is told which lanes it drives; see `router.proxy.Source`."""
+        return await self._thread.call(self._controller.poll_proxy(report))
 
     async def wake(self) -> None:
         """There is something to do."""
@@ -135,6 +149,7 @@ class EngineDeployment:
     """One engine: a runner that owns an SGLang process group."""
 
     def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
+        self._guard = StartGuard()
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
         self._handover_s = settings.fleet.service.handover_s
@@ -155,6 +170,7 @@ class EngineDeployment:
 
     async def check_health(self) -> None:
         """Raises when this replica can't keep an engine."""
+        self._guard.disarm()  # from here on Serve looks after it
         await self._runner.check_health()
 
     async def __del__(self) -> None:
@@ -210,7 +226,16 @@ def build(settings: Settings) -> Any:
         if (found := _group(settings, name, group, controller)) is not None
     ]
     gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
-    return gateway.bind(settings, controller, groups)
+    return gateway.bind(settings, controller, [*groups, *_proxy(settings, controller)])
+
+
+def _proxy(settings: Settings, controller: Any) -> list[Any]:
+    """The proxy, on the head node, where the API is: both are reached under one name."""
+    if (proxy := settings.proxy) is None:
+        return []
+    part = _deployment(ProxyDeployment, "proxy", graceful_shutdown_timeout_s=proxy.grace_s + 5.0)
+    head = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE: 0.001}}
+    return [part.options(ray_actor_options=head).bind(proxy, controller)]
 
 
 def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:

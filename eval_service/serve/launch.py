@@ -47,6 +47,8 @@ def serve_forever(
         _need_token(address)
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
+    if address is None and settings.proxy is not None:
+        _refuse_taken(settings.proxy.host, settings.proxy.port)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Only now: importing Ray takes seconds, and it reads its environment.
@@ -68,6 +70,8 @@ def serve_forever(
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
+        if (proxy := settings.proxy) is not None:
+            print(f"evalfleet: lanes at http://{proxy.host}:{proxy.port}/lanes/{{point}}", flush=True)
         _stay(stop, ray.nodes)
         print("evalfleet: stopping", flush=True)
         serve.delete(APPLICATION)
@@ -95,6 +99,8 @@ def _overridden(fleet: FleetConfig, host: str | None, port: int | None) -> Fleet
     service = fleet.service.model_copy(update=update)
     if service.port == 0:
         service = service.model_copy(update={"port": _free_port(service.host)})
+    if service.proxy_port == 0:
+        service = service.model_copy(update={"proxy_port": _free_port(service.proxy_host or service.host)})
     return fleet.model_copy(update={"service": service})
 
 
@@ -102,6 +108,19 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """See that the proxy can listen: under Serve it would be started again and again.
+
+    Raises:
+        ConfigError: somebody else does, or the address is none of this machine's.
+    """
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as exc:
+        what = f"the proxy can't listen at {host}:{port}: {exc.strerror or exc}"
+        raise ConfigError(what, field="service.proxy_port", hint="name a free one, or 0 for any") from exc
 
 
 def _need_token(address: str) -> None:

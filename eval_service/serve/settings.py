@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval_service.contract.errors import ConfigError
+from eval_service.controller.board import LEASE_S
 from eval_service.engine.attached import keys_of
 from eval_service.engine.grades import resolve_grade
-from eval_service.fleet_config import FleetConfig
+from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
 from eval_service.suites.suite import load_suites
+from router.limits import Limits
+from router.proxy import ProxySettings
+
+_WAIT_S = 60.0  # of a request for an engine; then 503, and the client may ask again
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,41 @@ class Settings:
     def ledger(self) -> str:
         """The ledger's URL."""
         return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
+
+    @property
+    def proxy_address(self) -> tuple[str, int] | None:
+        """Where the proxy listens; None: there is none."""
+        service = self.fleet.service
+        return None if service.proxy_port is None else (service.proxy_host or service.host, service.proxy_port)
+
+    @property
+    def proxy(self) -> ProxySettings | None:
+        """What the proxy is made of; None: there is none.
+
+        Raises:
+            ConfigError: its key is not in the environment.
+        """
+        service, address = self.fleet.service, self.proxy_address
+        if address is None:
+            return None
+        name = service.proxy_api_key_env
+        if name is not None and not os.environ.get(name):
+            hint = "it is to hold the key that the proxy's clients bring"
+            raise ConfigError(
+                f"the environment variable {name} is not set", field="service.proxy_api_key_env", hint=hint
+            )
+        return ProxySettings(
+            host=address[0],
+            port=address[1],
+            api_key=os.environ[name] if name is not None else None,
+            lease_s=LEASE_S,
+            handover_s=service.handover_s,
+            limits=Limits(
+                server_concurrency=self.fleet.groups[EVAL_GROUP].server_concurrency,
+                request_timeout_s=service.sample_timeout_s,
+                wait_timeout_s=_WAIT_S,
+            ),
+        )
 
     def with_grades(self, *, cuda: bool) -> Settings:
         """Turn `auto` into a grade by what the whole cluster has: a replica sees only the GPUs that it was given.
@@ -50,6 +91,7 @@ def check(settings: Settings) -> None:
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)
+    _ = settings.proxy
     lock_of(settings.ledger)
     Database(settings.ledger).close()
 

@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from eval_service.contract.errors import EvalfleetError
+from eval_service.secrets_apart import without_secrets
 
 _CHUNK = 64
 _START_TIMEOUT_S = 60.0
@@ -144,7 +145,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self.alive = True
 

@@ -156,7 +156,7 @@ class ClientConnection(asyncio.Protocol):
         self._exchange, self._begun, self._chunked = exchange, True, length is None
         if self._stalled and exchange.wire is not None:
             exchange.wire.pause_reading()
-        lines = passed_lines(exchange.upstream, headers)
+        lines = passed_lines(exchange.tail, headers)
         self._transport.write(passed_head(status, lines, length, close=self._closes()))
 
     def data(self, chunk: bytes) -> None:

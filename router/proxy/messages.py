@@ -80,9 +80,9 @@ def start_line(status: int) -> bytes:
     return _START.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
 
 
-def passed_lines(upstream: str, headers: list[Header]) -> bytes:
-    """An upstream's headers as the client gets them, and who it was."""
-    return b"".join([line for _, line in headers]) + b"X-Router-Upstream: %b\r\n" % upstream.encode()
+def passed_lines(tail: bytes, headers: list[Header]) -> bytes:
+    """An upstream's headers as the client gets them, and who it was (`Upstream.tail`)."""
+    return b"".join([line for _, line in headers]) + tail
 
 
 def passed_head(status: int, lines: bytes, length: int | None, *, close: bool) -> bytes:

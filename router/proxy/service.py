@@ -82,7 +82,7 @@ class Service:
             raise
         if answer.passed_on:
             return None
-        return Response(answer.status, passed_lines(answer.upstream, answer.headers), answer.body)
+        return Response(answer.status, passed_lines(answer.tail, answer.headers), answer.body)
 
     def _authorize(self, request: ClientRequest) -> None:
         if self._credentials is None or hmac.compare_digest(request.authorization or b"", self._credentials):

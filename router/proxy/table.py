@@ -1,6 +1,7 @@
 """Which targets the proxy serves, as told by whoever owns the upstreams.
 
-Invariants: what is told is a whole table, numbered; the report of `applied` says that nothing is in flight any more on
+Invariants: what is told is a whole table, numbered, and one of a lower number than was seen is refused, since it is of
+an owner that was replaced; the report of `applied` says that nothing is in flight any more on
 what the tables up to it took away, so that the owner may do with an upstream as it likes. The table is a lease, which
 runs from when the proxy asked: past `lease_s` it serves nothing, so that an owner that is not asked any more knows when
 it has let go.
@@ -48,11 +49,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """What the proxy tells as it asks: the versions that it knows and has applied (0: none), whom it ejected."""
+    """What the proxy tells as it asks: the versions that it knows and has applied (0: none), whom it ejected.
+
+    `holds` are the upstreams that it may send to or has something in flight on, `demand` the requests of each target
+    that are in flight or wait.
+    """
 
     known: int = 0
     applied: int = 0
     ejected: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+    demand: Mapping[str, int] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -122,6 +129,8 @@ class Follower:
         self._handover_s = handover_s
         self._known = 0
         self._applied = 0
+        self._highest = 0
+        self._told = ""
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -132,20 +141,34 @@ class Follower:
             asked = loop.time()
             try:
                 async with asyncio.timeout_at(self._targets.leased_until):
-                    table = await self._source.poll(self._report())
+                    table = self._fresh(await self._source.poll(self._report()))
             except Exception as exc:  # noqa: BLE001 - the loop's edge: whatever happened, nobody told us anything
-                _log.warning("no table of targets: %s: %s", type(exc).__name__, exc)
+                self._tell(f"no table of targets: {type(exc).__name__}: {exc}")
                 if loop.time() >= self._targets.leased_until:
                     self._lapse()
                 await asyncio.sleep(_RETRY_S)
             else:
+                self._told = ""
                 self._targets.leased_until = asked + self._lease_s
                 self._apply(table)
 
+    def _fresh(self, table: Table) -> Table:
+        if table.version < self._highest:
+            raise ValueError(f"table {table.version} is of an owner that was replaced; {self._highest} was seen")
+        self._highest = table.version
+        return table
+
+    def _tell(self, what: str) -> None:
+        """Once, and not five times a second for as long as it lasts."""
+        if what != self._told:
+            _log.warning("%s", what)
+        self._told = what
+
     def _report(self) -> TableReport:
-        upstreams = self._router.stats().upstreams
-        ejected = tuple(sorted(id_ for id_, stats in upstreams.items() if not stats.healthy))
-        return TableReport(self._known, self._applied, ejected)
+        stats = self._router.stats()
+        ejected = tuple(sorted(id_ for id_, upstream in stats.upstreams.items() if not upstream.healthy))
+        demand = {name: target.in_flight + target.waiting for name, target in stats.targets.items()}
+        return TableReport(self._known, self._applied, ejected, tuple(sorted(stats.upstreams)), demand)
 
     def _lapse(self) -> None:
         self._known = self._applied = 0

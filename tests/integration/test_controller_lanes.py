@@ -210,18 +210,44 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
     go(body)
 
 
-def test_engines_of_a_lane_that_disagree_do_not_both_stay(stand_of: Make) -> None:
+def test_engines_of_a_lane_that_disagree_are_both_doubted_and_to_have_come_first_is_no_proof(stand_of: Make) -> None:
+    """The first one lies: its samples must not become the result."""
+
     async def body() -> None:
-        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
+        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(0) as stand:
             stand.put_run("r")
+            stand.start_engine("liar", wrong_weights=True, noise=1e-4)
+            await stand.until_ready()
+            await stand.turn("liar", noise=2e-4)  # it looks changed by the pin, and loads nothing
+            point = stand.dispatch("r", 1, stand.export("r", 1, canary=None))
+            await stand.until_state(point, PointState.RUNNING)
+            stand.start_engine("e1")
+            await stand.until(lambda: stand.engine("liar").quarantined and stand.engine("e1").quarantined)
+            await stand.until(lambda: stand.point(point).history[0].outcome == "disagreement")
+            view = stand.point(point)
+            assert "differs from that of" in (view.history[0].detail or "")
+            stand.start_engine("e2")
+            stand.start_engine("e3")
+            [view] = await stand.until_done(point)
+            assert "liar" not in {sample.engine for sample in stand.samples(point)}
+            assert view.pin_proof is PinProof.AGREEMENT
+
+    go(body)
+
+
+def test_two_engines_that_agree_win_against_the_one_that_came_first(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of(prompts=400, knobs={"latency_s": 0.05}).running(0) as stand:
+            stand.put_run("r")
+            stand.start_engine("odd", noise=1e-4)
             await stand.until_ready()
             point = stand.dispatch("r", 1, stand.export("r", 1, canary=None))
             await stand.until_state(point, PointState.RUNNING)
-            stand.start_engine("odd", noise=1e-4)
-            await stand.until(lambda: stand.engine("odd").quarantined)
+            stand.start_engine("e1")
+            stand.start_engine("e2")
             [view] = await stand.until_done(point)
-            assert {sample.engine for sample in stand.samples(point)} == {"e0"}
-            assert view.pin_proof is PinProof.UNPROVEN
+            assert view.history[0].outcome == "disagreement"
+            assert "odd" not in {sample.engine for sample in stand.samples(point)}
 
     go(body)
 

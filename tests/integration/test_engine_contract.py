@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.manifest import Canary
-from eval_service.engine.errors import EngineRefused
+from eval_service.engine.errors import EngineDown, EngineRefused
 from eval_service.engine.fake import fake_canary
 from eval_service.engine.pin import PinFailed, SystemClock
 from eval_service.engine.protocol import PinError, PinOrder
@@ -22,7 +23,7 @@ from eval_service.fleet_config import GroupConfig
 from eval_service.suites.config import SamplingConfig
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import parse_answer, request_for
-from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, reference_canary
+from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, odd_model, reference_canary
 
 IDS = list(range(5, 25))
 
@@ -252,6 +253,86 @@ def test_no_key_stands_in_a_command_line_or_in_the_log(served: Served) -> None:
         assert not any(key in text for key in keys)
     log = served.boot.path.parent / "engine.log"
     assert not any(key in log.read_text() for key in keys)
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/health_generate", "/model_info", "/server_info", "/v1/models", "/metrics"]
+)
+def test_what_is_read_of_an_engine_is_200(served: Served, path: str) -> None:
+    assert served.call("GET", path).status_code == 200
+
+
+def test_n_and_seed_are_taken_and_one_answer_comes_for_each(served: Served) -> None:
+    answers = served.generate(text="ab", sampling_params={"n": 2, "max_new_tokens": 2, "sampling_seed": 7}).json()
+    assert len(answers) == 2
+    assert all(answer["meta_info"]["weight_version"] == served.label() for answer in answers)
+
+
+def test_a_stream_is_events_of_the_text_so_far_and_ends_with_done(served: Served) -> None:
+    parameters = {"max_new_tokens": 3, "temperature": 0.0}
+    whole = served.generate(text="ab", sampling_params=parameters).json()
+    lines = served.generate(text="ab", sampling_params=parameters, stream=True).text.split("\n\n")
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last["text"] == whole["text"]
+    assert last["meta_info"]["weight_version"] == served.label()
+
+
+def test_completions_are_answered_and_chat_without_a_template_is_400(served: Served) -> None:
+    body = {"model": "any", "prompt": "ab", "max_tokens": 3, "temperature": 0.0}
+    text = served.generate(text="ab", sampling_params={"max_new_tokens": 3, "temperature": 0.0}).json()["text"]
+    assert served.call("POST", "/v1/completions", body).json()["choices"][0]["text"] == text
+    chat = {"model": "any", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}
+    assert served.call("POST", "/v1/chat/completions", chat).status_code == 400
+
+
+def test_a_pause_and_its_end_are_200_and_it_generates_afterwards(served: Served) -> None:
+    assert served.call("POST", "/pause_generation", {"mode": "abort"}, key="admin").status_code == 200
+    assert served.call("POST", "/continue_generation", {}, key="admin").status_code == 200
+    assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
+
+
+def test_the_weights_checker_takes_a_snapshot_anywhere_and_compares_with_cuda_alone(served: Served) -> None:
+    answers = [
+        served.call("POST", "/weights_checker", {"action": action}, key="admin").status_code
+        for action in ("snapshot", "compare", "checksum")
+    ]
+    assert answers == [200, 400, 400]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a tensor renamed", "a tensor too many", "values that are not finite", "another hidden_size", "a short linear"],
+)
+def test_an_update_that_cannot_be_right_is_200_with_the_new_label(served: Served, what: str, tmp_path: Path) -> None:
+    """Why nothing that an engine answers is proof, and why snapshots are checked before one is asked."""
+    bad = odd_model(tmp_path / "odd", what)
+    assert served.load(bad, weight_version=what).status_code == 200
+    assert served.label() == what
+    assert served.load(served.boot.path, weight_version="sound").status_code == 200
+    assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
+
+
+@pytest.mark.destructive
+@pytest.mark.parametrize("grade", ["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
+@pytest.mark.parametrize("what", ["a short norm"])
+def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(grade: str, what: str, tmp_path: Path) -> None:
+    """On an engine of its own: it does not come back."""
+    boot = make_model(tmp_path / "boot", seed=1)
+    group = GroupConfig.model_validate({"model": boot.path, "grade": grade, "start_timeout_s": 110})
+    bad = odd_model(tmp_path / "odd", what)
+
+    async def body() -> None:
+        server = await boot_server(group, BootOptions(log=tmp_path / "engine.log"), SystemClock())
+        try:
+            with pytest.raises(EngineDown):
+                await server.api.update_weights_from_disk(str(bad), "bad", timeout_s=60)
+            await asyncio.wait_for(server.process.exited.wait(), 30)
+        finally:
+            await server.stop()
+
+    asyncio.run(body())
 
 
 @pytest.mark.destructive

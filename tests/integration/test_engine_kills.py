@@ -95,7 +95,10 @@ def test_a_replica_and_its_supervisor_killed_together_take_the_server_with_them(
         os.kill(report["supervisor_pid"], signal.SIGKILL)
         process.kill()
         assert_gone(family)
-        shutil.rmtree(scratch)  # nobody was left to remove it
+        assert scratch.exists(), "nobody was left to remove it"
+        with replica(model, "fake", tmp_path / "engine.log") as (_, later):
+            assert not scratch.exists(), "the next start on the node did"
+            assert Path(psutil.Process(later["server_pid"]).cwd()).exists()
 
 
 @pytest.mark.parametrize("victim", ["server_pid", "supervisor_pid"])

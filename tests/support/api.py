@@ -12,8 +12,10 @@ from fastapi import FastAPI
 
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
+from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.services import Services
 from eval_service.ledger.scaling import ScaleOrders
+from eval_service.ledger.servings import Servings
 from tests.support.ledger import Ledger
 
 GROUPS = {
@@ -30,12 +32,14 @@ class Api:
     base: Path
     controller: bool = True
     woken: int = 0
+    proxy_host: str | None = None
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base)
         scaling = ScaleOrders(ledger.db, GROUPS)
-        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake, scaling)
+        endpoint = Endpoint(Servings(ledger.db), self.proxy_host, 8710) if self.proxy_host else None
+        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake, scaling, endpoint)
         self.app: FastAPI = build_app(services)
 
     def _wake(self) -> None:

@@ -106,6 +106,7 @@ class Stand:
         *,
         prompts: int | Mapping[str, int] = 8,
         sampling: str = "max_new_tokens = 16",
+        oversize: int = 0,
         processes: bool = False,
         frozen: bool = False,
         times: RunnerTimes = TIMES,
@@ -120,7 +121,7 @@ class Stand:
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
         sizes = {SUITE: prompts} if isinstance(prompts, int) else prompts
-        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes, sampling))
+        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes, sampling, oversize))
         self.clock = Clock()
         self.url = f"sqlite:///{root / 'ledger.db'}"
         group = {
@@ -143,11 +144,12 @@ class Stand:
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _write_suites(self, prompts: Mapping[str, int], sampling: str) -> Path:
-        """One suite for each name, of so many prompts."""
+    def _write_suites(self, prompts: Mapping[str, int], sampling: str, oversize: int) -> Path:
+        """One suite for each name, of so many prompts, the first of them too long for the model."""
         tables = []
         for name, count in prompts.items():
-            rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(count))
+            texts = (f"p{number}" + "x" * 999 * (number < oversize) for number in range(count))
+            rows = (json.dumps({"prompt": text, "answer": f"a{number}"}) for number, text in enumerate(texts))
             (self.root / f"{name}.jsonl").write_text("\n".join(rows))
             tables.append(
                 f"[suites.{name}]\nsampling = {{ {sampling} }}\n"

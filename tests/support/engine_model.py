@@ -74,6 +74,36 @@ def make_model(
     return TinyModel(path, describe_directory(path, run="run", step=step))
 
 
+def odd_model(path: Path, what: str) -> Path:
+    """A directory with one thing wrong, which SGLang is told to load all the same."""
+    path.mkdir(parents=True)
+    texts = _texts()
+    tensors = {tensor.name: tensor for tensor in _tensors(9)}
+    up, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    match what:
+        case "a tensor renamed":
+            tensors["model.layers.0.mlp.upper_proj.weight"] = tensors.pop(up)
+        case "a tensor too many":
+            tensors["model.layers.0.extra.weight"] = tensors[norm]
+        case "values that are not finite":
+            tensors[norm] = _made(norm, np.full(_HIDDEN, np.nan))
+        case "another hidden_size":
+            texts["config.json"] = json.dumps({**_CONFIG, "hidden_size": 2 * _HIDDEN}).encode()
+        case "a short linear":
+            tensors[up] = _made(up, np.ones((_MLP - 8, _HIDDEN)))
+        case "a short norm":
+            tensors[norm] = _made(norm, np.ones(_HIDDEN - 8))
+    for name, data in texts.items():
+        (path / name).write_bytes(data)
+    write_safetensors(path / "model.safetensors", [_made(n, t.data) for n, t in tensors.items()])
+    return path
+
+
+def _made(name: str, values: Any) -> TensorData:
+    data = np.ascontiguousarray(values, dtype=np.float32)
+    return TensorData(name, "F32", data.shape, data)
+
+
 def write_model(writer: SnapshotWriter, *, seed: int, without: Sequence[str] = ()) -> None:
     """Write such a model into a snapshot that is being exported."""
     writer.add_weights("model.safetensors", [tensor for tensor in _tensors(seed) if tensor.name not in without])

@@ -12,6 +12,7 @@ from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
 from eval_service.contract.results import Action, Advice, Comparison, Direction, SampleView
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
+from eval_service.contract.serving import ServingView
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
@@ -47,6 +48,7 @@ class FakeService:
     asked: list[tuple[str, str]] = field(default_factory=list)
     comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
     advice: Callable[[httpx.QueryParams], Advice] = field(default=lambda params: _no_advice())
+    served: frozenset[str] = frozenset()
     command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
 
     def connect(self, url: str) -> EvalClient:
@@ -65,10 +67,13 @@ class FakeService:
         match request.url.path.split("/")[1:]:
             case ["points"]:
                 return self._points(request.url.params)
-            case ["points", point, *rest]:
-                return self._of_point(point, rest, request.url.params)
             case ["runs", _, "advice"]:
                 return self.advice(request.url.params)
+            case ["points", point, "serve"]:
+                self.asked.append((f"{request.method} serve {request.content.decode()}".strip(), point))
+                return self._serving(point, open_=request.method == "POST")
+            case ["points", point, *rest]:
+                return self._of_point(point, rest, request.url.params)
             case ["dispatch"]:
                 return self._dispatch(DispatchRequest.model_validate_json(request.content))
             case ["drain"]:
@@ -110,6 +115,14 @@ class FakeService:
         if verb:
             self.asked.append((verb, run))
         return self.command_reply if verb in ("cancel", "backfill") else self._run(run)
+
+    def _serving(self, point: str, *, open_: bool) -> ServingView:
+        if not open_ and point not in self.served:
+            raise NotFound(f"point {point} is not served", field="id")
+        url, label = f"http://proxy:8710/lanes/{point}", "label" if open_ else None
+        return ServingView(
+            point=point, url=url, until=2000.0, open=open_, engines=int(open_), weight_version=label, detail=None
+        )
 
     def _command(self, point: str, verb: str) -> PointView:
         found = next(view for view in self.points if view.id == point)

@@ -37,7 +37,8 @@ class _Os:
 class InnerProcess:
     """Stands where a ServerProcess does."""
 
-    def __init__(self, runner: web.AppRunner) -> None:
+    def __init__(self, runner: web.AppRunner, engine: fake.FakeEngine) -> None:
+        self.engine = engine
         self.exited = asyncio.Event()
         self.exit_code: int | None = None
         self.server_pid: int | None = None
@@ -107,7 +108,7 @@ async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> 
     async with contextlib.AsyncExitStack() as stack:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
-        process = InnerProcess(runner)
+        process = InnerProcess(runner, engine)
         stack.push_async_callback(process.stop)
         holder.append(process)
         await web.TCPSite(runner, options.host, 0).start()

@@ -233,6 +233,7 @@ _FLEET = """
 [service]
 roots = ["runs", "model"]
 state_dir = "state"
+proxy_port = 0
 scan_interval_s = 2.0
 visibility_timeout_s = 2.0
 reservation_timeout_s = 60.0

@@ -138,3 +138,20 @@ def test_scale_refuses_what_is_no_number(command: Command, service: FakeService,
     ran = command("scale", engines)
     assert (ran.code, service.asked) == (2, [])
     assert "a number, or `auto`" in ran.err
+
+
+def test_endpoint_serves_an_ended_point_of_the_step_and_prints_its_address(
+    command: Command, service: FakeService
+) -> None:
+    ran = command("endpoint", "demo", "100", "--for", "60")
+    assert ran.out == "http://proxy:8710/lanes/p100-letters\n"
+    assert service.asked == [('POST serve {"for_s":60.0}', "p100-letters")]
+
+
+def test_endpoint_close_ends_what_is_served_of_the_step_whichever_suite_it_was_opened_by(
+    command: Command, service: FakeService
+) -> None:
+    assert "not served" in command("endpoint", "demo", "100", "--close").err
+    service.served = frozenset({"p100-words"})
+    assert command("endpoint", "demo", "100", "--close").out.splitlines()[-1] == "closed"
+    assert service.asked[-1] == ("DELETE serve", "p100-words")

@@ -24,6 +24,7 @@ ROUTES = {
     "GET /runs/{run}/advice",
     *(f"POST /points/{{id}}/{verb}" for verb in ("report", "retry", "cancel", "hold", "release")),
     *("GET /fleet", "POST /fleet/{group}/scale", "GET /healthz", "GET /readyz", "GET /metrics"),
+    *(f"{method} /points/{{id}}/serve" for method in ("POST", "GET", "DELETE")),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from eval_service.contract.errors import Unavailable
-from eval_service.serve.launch import _make_token, _stay
+from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.serve.launch import _make_token, _refuse_taken, _stay
 
 FLEET = """
 [service]
@@ -76,3 +77,11 @@ def test_the_command_ends_with_an_error_once_ray_has_died_and_without_one_when_t
     told = threading.Event()
     told.set()
     _stay(told, list)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="can't listen") as caught:
+            _refuse_taken("127.0.0.1", taken.getsockname()[1])
+    assert caught.value.field == "service.proxy_port"
+    _refuse_taken("127.0.0.1", 0)

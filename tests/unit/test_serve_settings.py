@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from eval_service.fleet_config import FleetConfig
 from eval_service.serve.settings import Settings
 
 
-def _settings(grade: str) -> Settings:
-    table = {"service": {"roots": ["/"]}, "groups": {"eval": {"grade": grade, "model": "/model"}}}
+def _settings(grade: str, **service: Any) -> Settings:
+    table = {"service": {"roots": ["/"], **service}, "groups": {"eval": {"grade": grade, "model": "/model"}}}
     return Settings(FleetConfig.model_validate(table), Path("suites.toml"))
 
 
@@ -26,3 +27,21 @@ def test_a_grade_that_cannot_be_there_is_refused_by_name(cuda: bool, grade: str)
     with pytest.raises(ConfigError) as caught:
         _settings(grade).with_grades(cuda=cuda)
     assert caught.value.field == "grade"
+
+
+def test_the_proxy_is_off_unless_it_has_a_port_and_listens_where_the_service_does_unless_told() -> None:
+    assert _settings("auto").proxy is None
+    proxy = _settings("auto", proxy_port=8710).proxy
+    assert proxy is not None
+    assert (proxy.host, proxy.port, proxy.api_key) == ("127.0.0.1", 8710, None)
+    assert _settings("auto", proxy_port=1, proxy_host="0.0.0.0", host="10.0.0.1").proxy_address == ("0.0.0.0", 1)
+
+
+def test_the_proxys_key_comes_from_the_environment_and_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _settings("auto", proxy_port=8710, proxy_api_key_env="PROXY_KEY")
+    with pytest.raises(ConfigError, match="PROXY_KEY"):
+        _ = settings.proxy
+    monkeypatch.setenv("PROXY_KEY", "a-key-of-some-length")
+    assert settings.proxy is not None
+    assert settings.proxy.api_key == "a-key-of-some-length"
+    assert "a-key" not in repr(settings.proxy)

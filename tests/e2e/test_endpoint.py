@@ -1,0 +1,135 @@
+"""A checkpoint to talk to: the proxy of the real service, in front of real engines, by the clients that people use."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from eval_service.contract.errors import Conflict
+from eval_service.contract.serving import ServingView
+from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
+from tests.support.live import DONE, SUITE, Live, wait_for
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+
+RUN = "talked-to"
+CHAT = {"model": "any", "messages": [{"role": "user", "content": "sort: cab"}], "max_tokens": 6, "temperature": 0}
+
+
+def _dispatch(live: Live, step: int, suite: str = SUITE) -> str:
+    request = DispatchRequest(
+        run=RUN,
+        step=step,
+        suites=(suite,),
+        kind=Kind.MANUAL,
+        source=Source.CALLER,
+        snapshot=str(live.model),
+        reservation=str(uuid.uuid4()),
+    )
+    return live.client.dispatch(request).points[0].id
+
+
+@pytest.fixture(scope="module")
+def point(live: Live) -> PointView:
+    live.wait_engines()
+    live.client.put_run(RUN, RunSpec(root=str(live.root), suites=(SUITE,), max_in_flight=10))
+    _dispatch(live, 0)
+    [done] = live.ended(RUN, 1)
+    assert done.state is DONE
+    return done
+
+
+@pytest.fixture
+def serving(live: Live, point: PointView) -> Iterator[ServingView]:
+    view = live.client.serve(point.id, for_s=300.0)
+    wait_for(lambda: live.client.serving(point.id).engines, "an engine to serve it")
+    yield view
+    live.client.end_serving(point.id)
+
+
+def test_a_checkpoint_is_talked_to_by_the_openai_and_the_native_routes_with_its_own_weights(
+    live: Live, point: PointView, serving: ServingView
+) -> None:
+    version = live.client.serving(point.id).weight_version
+    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+        chat = http.post("/v1/chat/completions", json=CHAT)
+        text = chat.json()["choices"][0]["message"]["content"]
+        assert chat.headers["X-Router-Weights"] == version
+        with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
+            events = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        pieces = [json.loads(event)["choices"] for event in events[:-1]]
+        assert "".join(choice[0]["delta"].get("content") or "" for choice in pieces if choice) == text
+        assert len(pieces) > 2, "piece by piece"
+        body = {"text": "ab", "return_logprob": True, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+        native = http.post("/generate", json=body).json()
+        assert native["meta_info"]["weight_version"] == version
+        scored = http.post(
+            "/v1/completions",
+            json={"model": "any", "prompt": "ab", "max_tokens": 4, "temperature": 0, "logprobs": 1, "echo": True},
+        )
+        assert scored.json()["choices"][0]["text"] == "ab" + native["text"]
+        assert http.get("/v1/models").status_code == 200
+        assert http.post("/generate", json={"input_ids": [10**6]}).json()["error"]["code"] == "bad_tokens"
+        for path in ("/update_weights_from_disk", "/flush_cache", "/abort_request", "/server_info"):
+            assert http.post(path, json={}).json()["error"]["code"] == "no_route"
+
+
+def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(live: Live, point: PointView) -> None:
+    running = _dispatch(live, 1, "slow")
+    with pytest.raises(Conflict, match="wait until it has ended"):
+        live.client.serve(running)
+    view = live.client.serve(point.id, for_s=300.0)
+    lane = view.url.removesuffix(point.id)
+
+    def elsewhere() -> bool:
+        return httpx.post(f"{lane}{running}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 409
+
+    wait_for(elsewhere, "the running point to be known as the controller's")
+    live.ended(RUN, 2)
+    ended = live.client.end_serving(point.id)
+    assert not ended.open
+
+    def gone() -> bool:
+        return httpx.post(f"{view.url}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 410
+
+    wait_for(gone, "the lane to be gone")
+
+
+def test_points_are_evaluated_beside_a_lane_that_people_use(live: Live, point: PointView, serving: ServingView) -> None:
+    step = 10
+    _dispatch(live, step)
+    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+
+        def asked_until_done() -> bool:
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+            return any(found.step == step and found.state is DONE for found in live.points(RUN))
+
+        wait_for(asked_until_done, "the point beside it")
+
+
+@pytest.mark.destructive
+def test_a_proxy_killed_comes_back_at_its_port_and_serves_what_it_served(
+    live: Live, point: PointView, serving: ServingView
+) -> None:
+    proxies = [
+        process
+        for process in psutil.Process(live.child.process.pid).children(recursive=True)
+        if "ServeReplica:evalfleet:proxy" in " ".join(process.cmdline())
+    ]
+    assert len(proxies) == 1
+    proxies[0].send_signal(signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            return httpx.post(f"{serving.url}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_for(answers, "the proxy to come back")

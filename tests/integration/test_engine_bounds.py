@@ -1,0 +1,131 @@
+"""What an engine's processes may use up, hold and know: logs, scratch space, time to start, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eval_service.engine import process
+from eval_service.engine.grades import ServerPlan
+from eval_service.engine.process import ServerProcess
+from eval_service.engine.scratch import Scratch, collect
+from eval_service.suites.scoring import ScorerPool
+from tests.support.processes import eventually
+
+NOISY = (
+    "import sys, time\nwhile True:\n    sys.stderr.write('x' * 999 + '\\n'); sys.stderr.flush(); time.sleep(0.001)\n"
+)
+
+
+def _plan(code: str) -> ServerPlan:
+    return ServerPlan(command=(sys.executable, "-c", code), env={}, boot="")
+
+
+def test_the_log_of_an_engine_that_writes_without_end_stays_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MAX_LOG_BYTES", 100_000)
+    log = tmp_path / "engine-eval-1.log"
+    kept = tmp_path / "engine-eval-1.log.1"
+
+    async def body() -> None:
+        server = await ServerProcess.start(_plan(NOISY), log=log)
+        try:
+            await asyncio.to_thread(eventually, lambda: log.exists() and log.stat().st_size > 100_000)
+            # The supervisor looks every few seconds, and whenever it is spoken to.
+            server.ready()
+            await asyncio.to_thread(eventually, kept.exists)
+            await asyncio.to_thread(eventually, lambda: 0 < log.stat().st_size < kept.stat().st_size)
+            assert log.read_bytes()[:1] == b"x", "no hole where the server goes on writing"
+        finally:
+            await server.stop()
+
+    asyncio.run(body())
+
+
+def test_of_former_engines_logs_the_newest_are_kept(tmp_path: Path) -> None:
+    for number in range(process.MAX_LOGS + 5):
+        path = tmp_path / f"engine-eval-{number}.log"
+        path.write_text("x")
+        os.utime(path, (number, number))
+    (tmp_path / "service.log").write_text("not an engine's")
+    process.prune_logs(tmp_path)
+    assert not (tmp_path / "engine-eval-4.log").exists()
+    assert (tmp_path / "engine-eval-5.log").exists()
+    assert len(list(tmp_path.iterdir())) == process.MAX_LOGS + 1
+
+
+def test_scratch_space_is_collected_when_nobody_holds_it_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held, left = Scratch.make(), Scratch.make()
+    os.close(left.lock)
+    young = tmp_path / "evalfleet-engine-young"
+    young.mkdir()
+    collect(tmp_path)
+    assert held.path.exists()
+    assert young.exists(), "it may be about to be locked"
+    assert not left.path.exists()
+    held.remove()
+    assert not held.path.exists()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_replica_that_hangs_while_it_starts_is_ended_so_that_it_is_replaced(started: bool) -> None:
+    """It is stopped, as a hung one: no thread of its own could have ended it."""
+    code = (
+        "import os, signal\nfrom eval_service.engine.start_guard import StartGuard\n"
+        "guard = StartGuard(0.5)\n" + ("guard.disarm()\n" if started else "") + "print('up', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    replica = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert replica.stdout is not None
+        assert replica.stdout.readline() == b"up\n"
+        if started:
+            eventually(lambda: psutil.Process(replica.pid).status() == psutil.STATUS_STOPPED)
+            time.sleep(1.0)  # twice its deadline
+            assert replica.poll() is None
+            assert psutil.Process(replica.pid).children() == []
+        else:
+            assert replica.wait(30) == -signal.SIGKILL
+    finally:
+        replica.kill()
+        replica.wait()
+        assert replica.stdout is not None
+        replica.stdout.close()
+
+
+def test_neither_engines_nor_scorers_inherit_rays_token_or_anybodys_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "THEIR_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD")
+    for name in secrets:
+        monkeypatch.setenv(name, "do-not-tell")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    log = tmp_path / "engine.log"
+
+    async def body() -> None:
+        server = await ServerProcess.start(_plan("import time; time.sleep(60)"), log=log)
+        pool = ScorerPool(1, 10.0)
+        try:
+            await pool.score("exact", ["a"], ["a"])
+            children = [psutil.Process(server.supervisor_pid or 0), *psutil.Process().children(recursive=True)]
+            assert len(children) >= 3
+            for child in children:
+                assert "do-not-tell" not in child.environ().values(), child.cmdline()
+            assert any(child.environ().get("TOKENIZERS_PARALLELISM") for child in children)
+        finally:
+            await asyncio.to_thread(pool.close)
+            await server.stop()
+
+    asyncio.run(body())
