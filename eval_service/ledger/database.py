@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
@@ -59,12 +59,11 @@ class Database:
             check_local(Path(parsed.database), mounts=mounts)
         self.engine = _open(parsed)
         self._turnstile = threading.Lock()
-        with self.writing() as connection:
-            metadata.create_all(connection)
-            for index in (index for table in metadata.sorted_tables for index in table.indexes):
-                index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
-            _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
-            _seed(connection, EPOCH, "0", clock())
+        with self.reading() as connection:
+            made = _is_made(connection)
+        if not made:
+            self._make()
+        with self.reading() as connection:
             found = _get(connection, VERSION)
         if found != str(SCHEMA_VERSION):
             raise ConfigError(
@@ -72,6 +71,14 @@ class Database:
                 field="service.ledger",
                 hint="serve it with the version that wrote it, or set another service.state_dir",
             )
+
+    def _make(self) -> None:
+        with self.writing() as connection:
+            metadata.create_all(connection)
+            for index in (index for table in metadata.sorted_tables for index in table.indexes):
+                index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
+            _seed(connection, VERSION, str(SCHEMA_VERSION), self.clock())
+            _seed(connection, EPOCH, "0", self.clock())
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -156,6 +163,17 @@ def put(connection: Connection, key: str, value: str, at: float) -> None:
     """Write one of `meta`'s values."""
     if connection.execute(update(meta).where(meta.c.key == key).values(value=value, at=at)).rowcount == 0:
         connection.execute(insert(meta).values(key=key, value=value, at=at))
+
+
+def _is_made(connection: Connection) -> bool:
+    """Whether nothing is missing, so that it can be opened without the write lock, which a hung process may hold."""
+    there = inspect(connection)
+    if not set(there.get_table_names()) >= metadata.tables.keys():
+        return False
+    for table in metadata.sorted_tables:
+        if not {index["name"] for index in there.get_indexes(table.name)} >= {index.name for index in table.indexes}:
+            return False
+    return _get(connection, EPOCH) is not None and _get(connection, VERSION) is not None
 
 
 def _seed(connection: Connection, key: str, value: str, at: float) -> None:
