@@ -81,3 +81,15 @@ def test_no_samples_and_no_file(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "none.parquet").total == 0
     with pytest.raises(NotFound):
         read_samples(tmp_path / "gone.parquet")
+
+
+@pytest.mark.parametrize("linked", ["run", "run/evals"])
+def test_a_link_in_the_runs_directory_leads_no_sample_out_of_it(linked: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "evals").mkdir(parents=True)
+    place = tmp_path / "root" / linked
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside)
+    with pytest.raises(OSError, match="is a link"):
+        write_samples(tmp_path / "root" / "run" / "evals" / "x.parquet", [_sample(1)])
+    assert [path.name for path in outside.rglob("*")] == ["evals"]
