@@ -38,8 +38,8 @@ def hold(directory: Path, links: Path, *, source: Source, roots: Sequence[Path])
     except SnapshotUnsafe:
         return Linked(directory)
     files = list_files(place, root if source is Source.CALLER else place, findings)
-    if findings:
-        return Linked(directory)
+    if findings:  # also where it is being removed while we look; what was linked before was sound then
+        return Linked(links if links.is_dir() else directory)
     try:
         links.mkdir(parents=True, exist_ok=True)
         for name in files:

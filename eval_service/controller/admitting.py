@@ -173,7 +173,7 @@ class Admissions:
     ) -> None:
         """What a shared file system may only be hiding is looked at again for a while; the rest ends here."""
         waited_s = self._clock() - snapshot.queued_at
-        missing = fault.code is FaultCode.MISSING or (vanished and fault.may_appear)
+        missing = fault.code is FaultCode.MISSING or vanished
         if (missing or fault.may_appear) and waited_s < self._service.visibility_timeout_s:
             self._not_before[snapshot.id] = time.monotonic() + AGAIN_S
             return

@@ -319,8 +319,12 @@ class Stand:
     def dispatch(self, run: str, step: int, export: Export | None = None, **request: Any) -> str:
         """Ask for a point; its id."""
         export = export or self.export(run, step)
-        given = {"run": run, "step": step, "reservation": str(uuid.uuid4()), "snapshot": str(export.path), **request}
-        reply = self.intents.dispatch(DispatchRequest.model_validate({"digest": export.manifest.digest, **given}))
+        return self.dispatch_path(run, step, export.path, **{"digest": export.manifest.digest, **request})
+
+    def dispatch_path(self, run: str, step: int, path: Path, **request: Any) -> str:
+        """Ask for a point on a directory, whosever it is; its id."""
+        given = {"run": run, "step": step, "reservation": str(uuid.uuid4()), "snapshot": str(path), **request}
+        reply = self.intents.dispatch(DispatchRequest.model_validate(given))
         if self.link.controller is not None:
             self.link.controller.wake()
         return reply.points[0].id

@@ -251,9 +251,9 @@ def test_the_best_of_each_suite_is_kept_beside_the_last_ones() -> None:
 
 
 def test_what_an_engine_still_holds_may_be_one_more(sound: Evidence) -> None:
-    more = {"kept": {RUN: [FOLDER, "step_1-aaaaaaaa"]}}
-    assert broken(replace(sound, **more, pinned=frozenset({"a" * 32}))) == set()
-    assert broken(replace(sound, **more, pinned=frozenset({"b" * 32}))) == {KEEP}
+    one_more = replace(sound, kept={RUN: [FOLDER, "step_1-aaaaaaaa"]})
+    assert broken(replace(one_more, pinned=frozenset({"a" * 32}))) == set()
+    assert broken(replace(one_more, pinned=frozenset({"b" * 32}))) == {KEEP}
 
 
 def test_a_late_point_of_a_run_that_lets_points_give_way_may_be_busy(sound: Evidence) -> None:

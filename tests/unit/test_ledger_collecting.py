@@ -382,7 +382,7 @@ def test_twenty_thousand_files_are_deleted_beside_everything_else(ledger: Ledger
 
 def test_hard_links_go_when_their_snapshot_has_settled_and_what_nobody_knows_of_goes_too(ledger: Ledger) -> None:
     theirs = lay_out(tiny(), ledger.root / "base-model")
-    point = ledger.send(0, None, snapshot=str(theirs), source="caller").points[0].id
+    point = ledger.send(0, digest="d" * 32, snapshot=str(theirs), source="caller").points[0].id
     ledger.look()
     held, stray = (ledger.root / "r1" / held_name(nonce * 16) for nonce in ("ab", "cd"))
     ledger.moves.note_links(ledger.snapshot(0)["id"], str(held))
