@@ -219,6 +219,8 @@ class Injector:
     def _fill_disk(self, fault: Fault) -> tuple[bool, str]:
         """No file of the controller or a gateway can grow: what the kernel says of a full disk, with another errno."""
         victims = [*self.victims.find(Part.CONTROLLER), *self.victims.find(Part.GATEWAY)]
+        if not victims:
+            return False, "neither a controller nor a gateway was there"
         before = self.records.acting()
         hold_s = (fault.hold_s or 1.0) + 1.5
         for victim in victims:

@@ -53,8 +53,8 @@ from eval_service.suites.suite import Suite, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
 
-TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=1.0)
-WAIT_S = 20.0
+TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=2.0)
+WAIT_S = 45.0  # engines, controller and test share one loop, on a machine that others load
 SUITE = "words"
 
 
@@ -130,7 +130,7 @@ class Stand:
             "start_timeout_s": 20,
             "overrides": {**(knobs or {})},
         }
-        settings = {"scan_interval_s": 3600, "engine_lost_s": 1.5, "roots": (root,), "handover_s": 0.5, **service}
+        settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5, **service}
         groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
         self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
         self.database = Database(self.url, clock=self.clock)
