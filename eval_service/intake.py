@@ -15,6 +15,7 @@ from eval_service.contract import names
 from eval_service.contract.errors import InvalidRequest
 from eval_service.contract.manifest import validation_message
 from eval_service.contract.outbox import Outbox
+from eval_service.contract.plain_files import read_plain
 from eval_service.contract.wire import DispatchRequest, Source
 
 _MAX_BYTES = 4 << 20
@@ -150,7 +151,7 @@ def _read(path: Path) -> bytes:
         raise InvalidRequest("is not there, or no plain file")
     if path.stat().st_size > _MAX_BYTES:
         raise InvalidRequest(f"has more than {_MAX_BYTES} bytes")
-    return path.read_bytes()
+    return read_plain(path)
 
 
 def _why(exc: OSError | ValidationError | InvalidRequest) -> str:

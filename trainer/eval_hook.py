@@ -283,7 +283,6 @@ class EvalHook:
             suites=suites,
             kind=point.kind,
             force=point.force,
-            priority=self.config.eval.priority,
             reservation=reservation,
             source=source,
         )

@@ -34,6 +34,7 @@ class Asked:
     run: str | None = None
     step: int | None = None
     allow_auto_map: bool = False
+    known_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def find_faults(
     step: int | None = None,
     allow_auto_map: bool = False,
     thorough: bool = False,
+    known_as: str | None = None,
 ) -> Report:
     """Check a snapshot and tell everything that is wrong with it.
 
@@ -124,8 +126,10 @@ def find_faults(
         run: whose snapshot it should be (compared for `staging` alone: a fork may reuse another run's checkpoint).
         step: of which step it should be (not compared for a `caller`).
         thorough: go on to the bytes, and past a missing marker, after a fault.
+        known_as: the name of the directory that it was sent as, where that is not `directory`'s own.
     """
-    asked = Asked(source, None if roots is None else tuple(roots), expect_digest, run, step, allow_auto_map)
+    bound = None if roots is None else tuple(roots)
+    asked = Asked(source, bound, expect_digest, run, step, allow_auto_map, known_as)
     return _Examination(asked, thorough).of(directory)
 
 
@@ -273,9 +277,10 @@ class _Examination:
             self.findings.invalid(
                 "step", f"the manifest is of step {manifest.step}, not of {asked.step}", "is it the right path?"
             )
-        parsed = names.parse_step_dir(place.name)
+        name = asked.known_as or place.name
+        parsed = names.parse_step_dir(name)
         if ours and parsed is not None and parsed != (manifest.step, manifest.digest[:8]):
-            self.findings.invalid("snapshot", f"{place.name} is not the name of its step and digest", "don't rename it")
+            self.findings.invalid("snapshot", f"{name} is not the name of its step and digest", "don't rename it")
         if facts is not None and manifest.canary is not None:
             highest = max((max(row, default=0) for row in manifest.canary.token_ids), default=0)
             if highest >= facts.vocab_size or min(min(row, default=0) for row in manifest.canary.token_ids) < 0:

@@ -21,6 +21,7 @@ from eval_service.admission.architectures import (
 from eval_service.admission.faults import Findings
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault
+from eval_service.contract.plain_files import read_plain
 from eval_service.contract.safetensors_io import TensorSpan, read_spans
 from eval_service.contract.snapshot import PICKLE_SUFFIXES
 
@@ -70,7 +71,7 @@ def check_index(directory: Path, files: Collection[str], held: Mapping[str, Held
             findings.invalid(names.INDEX, "is not there, and there is more than one file", "export it with them")
         return
     try:
-        weight_map = json.loads((directory / names.INDEX).read_bytes())["weight_map"]
+        weight_map = json.loads(read_plain(directory / names.INDEX))["weight_map"]
         pairs = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         findings.invalid(names.INDEX, f"can't be read ({type(exc).__name__}: {exc})", "export it anew")

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eval_service.admission.architectures import FAMILIES, HfConfig, TokenIds
 from eval_service.admission.faults import Findings
 from eval_service.contract.manifest import validation_message
+from eval_service.contract.plain_files import read_plain
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -160,7 +161,7 @@ def _read_json(
         findings.invalid(name, "is not there", hint)
         return None
     try:
-        table = json.loads((directory / name).read_bytes())
+        table = json.loads(read_plain(directory / name))
     except OSError as exc:
         findings.invalid(name, f"can't be read: {exc.strerror}", "give the service read access")
         return None

@@ -4,7 +4,7 @@ roots, and which processes live. Gathered once; the promises are pure functions 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Evidence:
     diaries: Mapping[str, Sequence[dict[str, Any]]]  # by run
     samples: Mapping[str, Sequence[SampleView] | str]  # by done point; text says why there are none
     kept: Mapping[str, Sequence[str]]  # names of published directories, by run
+    pinned: frozenset[str]  # digests of what engines hold, which stays with them
     scraps: Sequence[str]  # half-written or half-deleted paths
     faults: Sequence[Done]
     seen: Seen
@@ -78,6 +79,12 @@ def to_keep(ledger: Everything, run: str, keep: int) -> set[str]:
         best[point["suite"]] = point
     wanted = {row["id"] for row in rows[:keep]} | {point["snapshot_id"] for point in best.values()}
     return {directory_of(row) for row in rows if row["id"] in wanted}
+
+
+def digests_of(names_: Iterable[str]) -> dict[str, str]:
+    """The first digits of the digest that each published directory is named by."""
+    parsed = {name: names.parse_step_dir(name) for name in names_}
+    return {name: found.digest8 for name, found in parsed.items() if found is not None}
 
 
 def directory_of(snapshot: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import psutil
 from eval_service.chaos.faults import KNOBS, Fault, FaultKind
 from eval_service.chaos.records import Records
 from eval_service.chaos.service import Service
-from eval_service.chaos.victims import Part, Victims, alive
+from eval_service.chaos.victims import Part, Victims, alive, holders
 from eval_service.chaos.watch import wait_until
 from eval_service.contract.client import EvalClient
 
@@ -27,7 +27,7 @@ AT_ONCE = 4
 TRIES = 2
 PASSES = 3
 _FELT_S = 10.0
-_REPLACED_S = 45.0
+_REPLACED_S = 60.0
 _SUCCESSOR_S = 30.0
 _STARTED_S = 10.0
 _LEAST_BYTES = 1
@@ -127,10 +127,21 @@ class Injector:
         def look() -> bool:
             stopped = list(self.victims.stopped)
             found[:] = [process for process in self.victims.find(part, age_s=age_s) if process not in stopped]
+            if age_s:  # on a busy machine a start may take longer than that
+                serving = self._serving(part)
+                found[:] = [process for process in found if serving is None or process.pid in serving]
             return bool(found)
 
         wait_until(look, _SUCCESSOR_S)
         return found[int(fault.pick * len(found))] if found else None
+
+    def _serving(self, part: Part) -> set[int] | None:
+        """The processes of a part that are past their start, where that can be told."""
+        if part is Part.CONTROLLER:
+            return holders(self.service.world.lock)
+        if part is Part.REPLICA:
+            return {view.replica_pid for view in self.service.views(self.client) if view.replica_pid is not None}
+        return None
 
     def _kill(self, fault: Fault, part: Part) -> tuple[bool, str]:
         victim = self._victim(fault, part)
@@ -208,6 +219,8 @@ class Injector:
     def _fill_disk(self, fault: Fault) -> tuple[bool, str]:
         """No file of the controller or a gateway can grow: what the kernel says of a full disk, with another errno."""
         victims = [*self.victims.find(Part.CONTROLLER), *self.victims.find(Part.GATEWAY)]
+        if not victims:
+            return False, "neither a controller nor a gateway was there"
         before = self.records.acting()
         hold_s = (fault.hold_s or 1.0) + 1.5
         for victim in victims:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from eval_service.chaos.evidence import Evidence, directory_of, to_keep
+from eval_service.chaos.evidence import Evidence, digests_of, directory_of, to_keep
 from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
 from eval_service.chaos.world import SUITES
@@ -164,7 +164,9 @@ def _keep_respected(evidence: Evidence) -> Iterator[str]:
     for run in evidence.diaries:
         keep, found = evidence.world.run_spec(run).keep, set(evidence.kept[run])
         wanted = to_keep(evidence.ledger, run, keep)
-        if found != wanted:
+        held = {digest[:8] for digest in evidence.pinned}
+        spare = {name for name, digest8 in digests_of(found).items() if digest8 in held}
+        if found - spare != wanted - spare:
             yield f"{run} keeps {keep} and the best; too many: {sorted(found - wanted)}, gone: {sorted(wanted - found)}"
         for row in evidence.ledger.snapshots:
             if row["run"] == run and (row["deleted_at"] is None) != (directory_of(row) in found):

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval_service.chaos.evidence import Evidence, kept_in, read_all_samples, scraps_in, to_keep
+from eval_service.chaos.evidence import Evidence, digests_of, kept_in, read_all_samples, scraps_in, to_keep
 from eval_service.chaos.faults import BY_TRAINER, Fault, FaultKind, plan_faults
 from eval_service.chaos.inject import Done, Injector
 from eval_service.chaos.promises import Promise, check_promises, told
@@ -96,11 +96,11 @@ def _live_through(
             fleet = Fleet(world, service, victims, client, Records(world.ledger), watch, trainers)
             done = _afflict(fleet, options, faults, say)
             seen = _settle(fleet, say)
-            orphans = [*service.orphans, *_strays(fleet)]
+            orphans, pinned = [*service.orphans, *_strays(fleet)], _pinned(fleet)
             fleet.records.close()
         say("stopping the service")
         orphans += [f"{name} had to be killed" for name in service.stop()]
-        return done, _evidence(fleet, done, faults, seen, orphans)
+        return done, _evidence(fleet, done, faults, seen, orphans, pinned)
     finally:
         watch.end()
         victims.release()
@@ -151,7 +151,18 @@ def _scraps(fleet: Fleet) -> list[str]:
 def _kept_enough(fleet: Fleet) -> bool:
     ledger, spec = fleet.records.everything(), fleet.world.run_spec
     runs = fleet.trainers.runs
-    return all(set(kept_in(fleet.world, run)) <= to_keep(ledger, run, spec(run).keep) for run in runs)
+    pinned = {digest[:8] for digest in _pinned(fleet)}
+
+    def enough(run: str) -> bool:
+        more = set(kept_in(fleet.world, run)) - to_keep(ledger, run, spec(run).keep)
+        return set(digests_of(more).values()) <= pinned
+
+    return all(enough(run) for run in runs)
+
+
+def _pinned(fleet: Fleet) -> frozenset[str]:
+    views = fleet.service.views(fleet.client)
+    return frozenset(view.snapshot for view in views if view.snapshot is not None)
 
 
 def _strays(fleet: Fleet) -> list[str]:
@@ -163,7 +174,12 @@ def _strays(fleet: Fleet) -> list[str]:
 
 
 def _evidence(
-    fleet: Fleet, done: Sequence[Done], faults: Sequence[Fault], seen: Seen, orphans: Sequence[str]
+    fleet: Fleet,
+    done: Sequence[Done],
+    faults: Sequence[Fault],
+    seen: Seen,
+    orphans: Sequence[str],
+    pinned: frozenset[str],
 ) -> Evidence:
     records = Records(fleet.world.ledger)
     ledger = records.everything()
@@ -178,6 +194,7 @@ def _evidence(
         diaries=diaries,
         samples=read_all_samples(ledger.points),
         kept={run: kept_in(fleet.world, run) for run in runs},
+        pinned=pinned,
         scraps=_scraps(fleet),
         faults=done,
         seen=seen,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 import psutil
 
@@ -73,6 +74,16 @@ class Victims:
 def alive(process: psutil.Process) -> bool:
     """Whether it runs, or is stopped; one that nobody has reaped yet is gone."""
     return _status(process) not in (None, *_GONE) and bool(process.is_running())
+
+
+def holders(lock: Path) -> set[int]:
+    """The processes that hold a lock on a file, as the kernel has it."""
+    try:
+        inode = str(lock.stat().st_ino)
+    except FileNotFoundError:
+        return set()
+    rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return {int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode}
 
 
 def _status(process: psutil.Process) -> str | None:

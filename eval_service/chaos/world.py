@@ -146,7 +146,8 @@ sampling = {{ max_new_tokens = 8 }}
 datasets = [{{ name = "{name}", path = "{name}.jsonl" }}]
 """
 
-# Every limit is short, so that minutes show what else takes days.
+# Every limit is short, so that minutes show what else takes days; but a point's own is no fault's to reach. Whether
+# points get done is seen at the end, when the runs have to drain.
 _FLEET = """
 [service]
 roots = ["runs", "model"]
@@ -156,7 +157,7 @@ visibility_timeout_s = {visibility}
 reservation_timeout_s = {reservation}
 leftover_idle_s = 5.0
 controller_grace_s = 10.0
-point_timeout_s = 240.0
+point_timeout_s = 3600.0
 pin_timeout_s = 10.0
 sample_timeout_s = {sample}
 max_attempts = 25

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.names import MANIFEST, NONCE
+from eval_service.contract.plain_files import read_plain
 
 FORMAT_VERSION = 1
 
@@ -176,7 +177,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        manifest = Manifest.model_validate_json(read_plain(path))
     except FileNotFoundError as exc:
         raise SnapshotFault(f"{MANIFEST} is not there", field=MANIFEST) from exc
     except ValidationError as exc:

@@ -3,6 +3,7 @@
 <root>/<run>/step_<step>-<digest8>/    a published snapshot: immutable, its path never used for anything else
 <root>/<run>/.partial-<nonce>/         one being written
 <root>/<run>/.trash-<nonce>/           one being deleted
+<root>/<run>/.held-<nonce>/            hard links to a checkpoint that is not ours to keep, while it is evaluated
 <root>/<run>/outbox/                   requests that could not be sent, and the receipt of an unreachable drain
 <root>/<run>/evals/                    the samples of each point, as Parquet
 """
@@ -24,6 +25,7 @@ RECEIPT = "receipt.json"
 EVALS = "evals"
 PARTIAL_PREFIX = ".partial-"
 TRASH_PREFIX = ".trash-"
+HELD_PREFIX = ".held-"
 
 # Written by the exporter about the snapshot; they are not part of the model, so no digest covers them.
 BESIDE_THE_MODEL = frozenset({MANIFEST, DISPATCH, COMPLETE})
@@ -86,6 +88,11 @@ def partial_name(nonce: str) -> str:
 def trash_name(nonce: str) -> str:
     """The name of a directory that is being deleted."""
     return f"{TRASH_PREFIX}{_checked_nonce(nonce)}"
+
+
+def held_name(nonce: str) -> str:
+    """The name of a directory of hard links."""
+    return f"{HELD_PREFIX}{_checked_nonce(nonce)}"
 
 
 def outbox_dir(root: str | Path, run: str) -> Path:

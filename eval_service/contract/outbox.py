@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from eval_service.contract import names
+from eval_service.contract.plain_files import read_plain
 from eval_service.contract.wire import DispatchRequest, Receipt
 
 
@@ -38,7 +39,7 @@ class Outbox:
         found = []
         for path in self.files():
             try:
-                found.append((path, DispatchRequest.model_validate_json(path.read_bytes())))
+                found.append((path, DispatchRequest.model_validate_json(read_plain(path))))
             except (OSError, ValidationError):
                 continue
         yield from sorted(found, key=lambda item: (item[1].step, item[0].name))

@@ -18,6 +18,7 @@ import xxhash
 
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import FileEntry, TensorEntry
+from eval_service.contract.plain_files import open_plain
 
 ITEM_BYTES = {
     "F64": 8,
@@ -118,7 +119,7 @@ def read_spans(path: Path) -> list[TensorSpan]:
     Raises:
         SnapshotFault: truncated, not safetensors, or spans that overlap or leave gaps.
     """
-    with _faults_of(path), path.open("rb") as file:
+    with _faults_of(path), open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         return _read_spans(file, size, path.name)
 
@@ -132,7 +133,7 @@ def describe_file(path: Path, watch: Watch | None = None) -> tuple[FileEntry, li
     Raises:
         SnapshotFault: as `read_spans`.
     """
-    with _faults_of(path), path.open("rb") as file:
+    with _faults_of(path), open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         spans = sorted(_read_spans(file, size, path.name), key=lambda span: span.begin)
         first = spans[0].begin if spans else size
@@ -157,7 +158,7 @@ def describe_file(path: Path, watch: Watch | None = None) -> tuple[FileEntry, li
 def hash_file(path: Path) -> FileEntry:
     """Hash any file."""
     state = xxhash.xxh3_128()
-    with _faults_of(path), path.open("rb") as file:
+    with _faults_of(path), open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         for chunk in _read_chunks(file, size):
             state.update(chunk)

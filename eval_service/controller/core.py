@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
@@ -262,7 +263,9 @@ class _Acting:
             servings = ServingMoves(parts.database, moves.epoch)
             served = ServedParts(self.fleet, board, self._costs, eval_group.server_concurrency, wake, clock)
             self.serving = Serving(served, servings, ledger, self._pins, patience_s=self._service.point_timeout_s / 2)
-        self._housekeeping = Housekeeping(self._service, intents, retention, ledger, loading=self.fleet.loading)
+        self._housekeeping = Housekeeping(
+            self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
+        )
 
     def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
@@ -331,18 +334,31 @@ class _Acting:
         for point in await self._ledger(self._moves.overtaken, lanes) if lanes else ():
             if point in self._lanes:
                 self._lanes[point].cancel()
-        for point in await self._ledger(self._moves.strays, lanes):
-            if point not in self._lanes:
-                await self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
+        strays = [point for point in await self._ledger(self._moves.strays, lanes) if point not in self._lanes]
+        await self._each(
+            strays, lambda point: self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
+        )
 
     async def _end_overdue(self) -> None:
-        for point in await self._ledger(self._moves.overdue, self._service.point_timeout_s):
-            detail = f"not done within {self._service.point_timeout_s:.0f} s"
-            if point in self._lanes:
-                await self._ledger(self._moves.end, point, PointState.FAILED, Reason.DEADLINE, detail)
-                self._lanes[point].cancel()
-            else:
-                await self._ledger(self._moves.end_unserved, point, detail)
+        await self._each(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
+
+    async def _end_late(self, point: str) -> None:
+        detail = f"not done within {self._service.point_timeout_s:.0f} s"
+        if point in self._lanes:
+            await self._ledger(self._moves.end, point, PointState.FAILED, Reason.DEADLINE, detail)
+            self._lanes[point].cancel()
+        else:
+            await self._ledger(self._moves.end_unserved, point, detail)
+
+    async def _each(self, points: Iterable[str], step: Callable[[str], Awaitable[object]]) -> None:
+        """What goes wrong with one point hinders no other."""
+        for point in points:
+            try:
+                await step(point)
+            except (Unavailable, Fenced):
+                raise
+            except Exception:
+                log.exception("point %s", point)
 
     async def _lease(self) -> None:
         serving = self.serving
@@ -360,7 +376,18 @@ class _Acting:
                 serving.give_way(claims, held)
             claims += serving.claims()
         for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
-            await self._give(lease, by_id)
+            await self._unless_bad(lease.point, self._give(lease, by_id))
+
+    async def _unless_bad(self, point: str, step: Coroutine[Any, Any, None]) -> None:
+        """What can't be begun for one point ends that point, and keeps no other from its engine."""
+        try:
+            await step
+        except (Unavailable, Fenced):
+            raise
+        except Exception as exc:
+            log.exception("point %s can't be begun", point)
+            detail = f"it can't be begun: {type(exc).__name__}: {exc}"
+            await self._ledger(self._moves.end, point, PointState.SKIPPED, Reason.SNAPSHOT_INVALID, detail)
 
     async def _queued(self) -> dict[str, Runnable]:
         """Points whose lane is still to begin."""

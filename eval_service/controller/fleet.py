@@ -335,6 +335,11 @@ class Fleet:
         orders = (sent.command.pin for engine in self.engines.values() for sent in engine.sent.values())
         return frozenset(order.snapshot for order in orders if order is not None)
 
+    def pinned(self) -> frozenset[str]:
+        """Directories whose weights engines were proven to hold."""
+        orders = (engine.pinned for engine in self.engines.values() if not engine.lost)
+        return frozenset(order.snapshot for order in orders if order is not None)
+
     def _is_leasable(self, group: str) -> bool:
         return group in self.groups and self.groups[group].kind in LEASED_KINDS
 

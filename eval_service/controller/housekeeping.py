@@ -1,33 +1,45 @@
 """What goes on beside the points: the scan of the runs' roots, and the deletion of snapshots nobody needs.
 
-Both run in threads, one at a time each, so that neither a slow file system nor 20,000 files stall the controller.
+Each run has tasks and threads of its own, one of a kind at a time, so that neither a file system that hangs under one
+run nor 20,000 files of another stall anything else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval_service.contract.errors import EvalfleetError, SnapshotFault
 from eval_service.contract.manifest import read_manifest
-from eval_service.controller.db import DaemonThreads, LedgerThread
+from eval_service.controller.db import LedgerThread
+from eval_service.controller.run_threads import RunThreads
 from eval_service.fleet_config import ServiceConfig
-from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover, remove_results
-from eval_service.gc.plan import plan_deletions, plan_leftovers
-from eval_service.intake import Scan, scan_run
+from eval_service.gc.collect import (
+    Refused,
+    collect,
+    find_leftovers,
+    remove_held,
+    remove_leftover,
+    remove_results,
+    tend_trash,
+)
+from eval_service.gc.plan import Deletion, LeftoverKind, plan_deletions, plan_leftovers
+from eval_service.intake import Found, Scan, scan_run
 from eval_service.ledger.intents import Intents
-from eval_service.ledger.retention import Retention, RunPlace
+from eval_service.ledger.retention import Held, Retention, RunPlace, Undescribed
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
-SCAN_S = 60.0  # for one run's directory; a file system that hangs holds up the runs that lie on it and no others
+SCAN_S = 60.0  # for one look at one run's directory
+DELETE_S = 600.0  # for one deletion
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
+_Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Housekeeping:
@@ -35,6 +47,7 @@ class Housekeeping:
 
     Args:
         loading: directories that engines load now, for a point or to find out what an engine is worth.
+        pinned: directories that engines hold the weights of.
     """
 
     def __init__(
@@ -45,9 +58,11 @@ class Housekeeping:
         ledger: LedgerThread,
         *,
         loading: Callable[[], Collection[str]] = frozenset,
+        pinned: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._service = service
         self._loading = loading
+        self._pinned = pinned
         self._intents = intents
         self._retention = retention
         self._ledger = ledger
@@ -55,9 +70,12 @@ class Housekeeping:
         self._next_leftovers = 0.0
         self._collect = True
         self._collect_at = float("-inf")
+        self._letting_go: dict[str, list[Held]] = defaultdict(list)
+        self._again: set[str] = set()  # runs that were planned for while their last plan was carried out
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._scanning: set[str] = set()  # runs whose directory a thread looks into, or hangs at
-        self._scan_threads = DaemonThreads("scan")
+        self._alone: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a run's deletions go one after another
+        self._scans = RunThreads("scan")
+        self._deletions = RunThreads("gc")
 
     def something_settled(self) -> None:
         """A point ended: there may be something to delete."""
@@ -76,11 +94,12 @@ class Housekeeping:
 
     async def close(self) -> None:
         """Let go of what runs; a deletion that is cut short is taken up again."""
-        for task in self._tasks.values():
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    def _start(self, name: str, work: _Work) -> bool:
         if name in self._tasks:
             return False
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
@@ -88,109 +107,163 @@ class Housekeeping:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
         return True
 
-    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _guarded(self, name: str, work: _Work) -> None:
+        """The task's edge: what is wrong with one run's directory, or with the ledger now, hinders nothing else."""
         try:
             await work()
         except (EvalfleetError, OSError) as exc:
-            log.warning("%s: %s; it is tried again", name, exc)
-            if work == self._collect_settled:
-                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
+            log.warning("%s: %s; it is tried again", name, str(exc) or type(exc).__name__)
+            if name.startswith("collect"):
+                self._collect_again()
         except Exception:
             log.exception("%s; it is tried again with the next occasion", name)
+
+    def _collect_again(self) -> None:
+        self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
 
     # --- what nobody sent
 
     async def _scan(self) -> None:
         for place in await self._ledger(self._retention.places):
-            if place.deleting or place.run in self._scanning:
-                continue
-            with _alone("scan", place.run):
-                look = self._scan_threads.run(partial(self._look, place))
-                await self._take_in(await asyncio.wait_for(look, SCAN_S))
+            if not place.deleting and self._scans.free(place.run):
+                self._start(f"scan: run {place.run}", partial(self._scan_run, place))
 
-    def _look(self, place: RunPlace) -> Scan:
-        self._scanning.add(place.run)
-        try:
-            return scan_run(place.root, place.run, self._retention.has)
-        finally:
-            self._scanning.discard(place.run)
-
-    async def _take_in(self, scan: Scan) -> None:
+    async def _scan_run(self, place: RunPlace) -> None:
+        look = partial(scan_run, place.root, place.run, self._retention.has)
+        scan: Scan = await self._scans.run(place.run, look, timeout_s=SCAN_S)
         for damaged in scan.damaged:
             log.warning("scan: %s: %s", damaged.path, damaged.message)
         for path in scan.sent:
-            await self._drop(path)
+            await self._drop(place.run, path)
         for item in scan.found:
-            try:
-                await asyncio.to_thread(self._intents.dispatch, item.request.model_copy(update={"deferred": True}))
-            except EvalfleetError as exc:
-                log.warning("scan: %s can't be taken in: %s", item.path, exc)
-                continue
-            if item.in_outbox:
-                await self._drop(item.path)
+            await self._take_in(place.run, item)
 
-    async def _drop(self, path: Path) -> None:
+    async def _take_in(self, run: str, item: Found) -> None:
+        request = item.request.model_copy(update={"deferred": True})
+        try:
+            await self._scans.run(run, partial(self._intents.dispatch, request), timeout_s=SCAN_S)
+        except EvalfleetError as exc:
+            log.warning("scan: %s can't be taken in: %s", item.path, exc)
+            return
+        if item.in_outbox:
+            await self._drop(run, item.path)
+
+    async def _drop(self, run: str, path: Path) -> None:
         """One that can't be removed is known, and found again with the next scan."""
         try:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await self._scans.run(run, partial(path.unlink, missing_ok=True), timeout_s=SCAN_S)
         except OSError as exc:
-            log.warning("scan: %s can't be removed: %s", path, exc.strerror)
+            log.warning("scan: %s can't be removed: %s", path, exc.strerror or exc)
 
     # --- what nobody needs
 
     async def _collect_settled(self) -> None:
+        """Plan, and start what is planned for each run whose storage answers."""
         places = {place.run: place for place in await self._ledger(self._retention.places)}
-        await self._describe()
-        rows = await self._ledger(self._retention.on_storage)
-        refused = set()
-        for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
-            if not await self._ledger(self._retention.claim, deletion.id) or deletion.path in self._loading():
-                self._collect = True  # somebody came to need it, or may: look again
-                continue
-            try:
-                await asyncio.to_thread(collect, deletion, places[deletion.run].root)
-            except Refused as exc:
-                log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
-                refused.add(deletion.id)
-                continue
-            except OSError as exc:
-                log.warning("gc: step %d of %s: %s; it is tried again", deletion.step, deletion.run, exc)
-                self._collect, self._collect_at = True, time.monotonic() + AGAIN_S
-                continue
-            await self._ledger(self._retention.deleted, deletion.id)
-        for place in places.values():
-            if place.deleting:
-                with _alone("gc", place.run):
-                    await self._delete_run(place, refused)
-
-    async def _describe(self) -> None:
-        """Read the nonce of exports whose points ended before the checks, so that they can be told to be ours."""
+        for held in await self._ledger(self._retention.let_go):
+            self._letting_go[held.run].append(held)
+        undescribed: dict[str, list[Undescribed]] = defaultdict(list)
         for snapshot in await self._ledger(self._retention.undescribed):
-            with contextlib.suppress(SnapshotFault):  # not there, or damaged: it is left alone
-                manifest = await asyncio.to_thread(read_manifest, snapshot.path)
-                await self._ledger(self._retention.describe, snapshot, manifest)
+            undescribed[snapshot.run].append(snapshot)
+        planned: dict[str, list[Deletion]] = defaultdict(list)
+        rows = await self._ledger(self._retention.on_storage, self._pinned())
+        for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
+            planned[deletion.run].append(deletion)
+        deleting = {run for run, place in places.items() if place.deleting}
+        for run in sorted((planned.keys() | undescribed.keys() | self._letting_go.keys() | deleting) & places.keys()):
+            if self._deletions.free(run):
+                work = partial(self._collect_run, places[run], planned[run], undescribed[run])
+                if not self._start(f"collect: run {run}", work):
+                    self._again.add(run)
+
+    async def _collect_run(
+        self, place: RunPlace, planned: Collection[Deletion], undescribed: Collection[Undescribed]
+    ) -> None:
+        try:
+            async with self._alone[place.run]:
+                await self._let_go(place)
+                for snapshot in undescribed:
+                    await self._describe(snapshot)
+                refused = {deletion.id for deletion in planned if await self._delete(place, deletion)}
+                if place.deleting and not self._letting_go.get(place.run):
+                    await self._delete_run(place, refused)
+        finally:
+            if place.run in self._again:
+                self._again.discard(place.run)
+                self._collect = True
+
+    async def _let_go(self, place: RunPlace) -> None:
+        """Remove the hard links to what has settled; those of which an engine may still read later."""
+        waiting = self._letting_go.pop(place.run, [])
+        loading = self._loading() if waiting else ()
+        kept = [held for held in waiting if held.path in loading]
+        for held in waiting:
+            if held not in kept:
+                remove = partial(remove_held, place.root, place.run, Path(held.path).name)
+                await self._deletions.run(place.run, remove, timeout_s=DELETE_S)
+        if kept:
+            self._letting_go[place.run] += kept
+            self._collect_again()
+
+    async def _describe(self, snapshot: Undescribed) -> None:
+        """Read the nonce of an export whose points ended before the checks, so that it can be told to be ours."""
+        try:
+            manifest = await self._deletions.run(snapshot.run, partial(read_manifest, snapshot.path), timeout_s=SCAN_S)
+        except SnapshotFault:  # not there, or damaged: it is left alone
+            return
+        if await self._ledger(self._retention.describe, snapshot, manifest):
+            self._collect = True
+
+    async def _delete(self, place: RunPlace, deletion: Deletion) -> bool:
+        """Delete one snapshot; returns whether it is left for good."""
+        if not await self._ledger(self._retention.claim, deletion.id) or deletion.path in self._loading():
+            self._collect_again()  # somebody came to need it, or may: look again
+            return False
+        confirm = partial(self._retention.deleted, deletion.id)
+        try:
+            work = partial(collect, deletion, place.root, confirm)
+            await self._deletions.run(place.run, work, timeout_s=DELETE_S)
+        except Refused as exc:
+            log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
+            return True
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            log.warning("gc: step %d of %s: %s; it is tried again", deletion.step, deletion.run, exc)
+            self._collect_again()
+        return False
 
     async def _delete_run(self, place: RunPlace, refused: Collection[str]) -> None:
         left = plan_deletions(await self._ledger(self._retention.on_storage), {place.run: 0})
         if any(deletion.id not in refused for deletion in left):
             return
-        await asyncio.to_thread(remove_results, place.root, place.run)
+        await self._sweep_alone(place)
+        remove = partial(remove_results, place.root, place.run)
+        await self._deletions.run(place.run, remove, timeout_s=DELETE_S)
         if not await self._ledger(self._retention.forget, place.run):
             self._collect = True
 
+    # --- what is left over
+
     async def _sweep(self) -> None:
-        reserved = await self._ledger(self._retention.reserved_runs)
         for place in await self._ledger(self._retention.places):
-            with _alone("leftovers", place.run):
-                found = await asyncio.to_thread(find_leftovers, place.root, place.run)
-                for leftover in plan_leftovers(found, reserved, now=time.time(), idle_s=self._service.leftover_idle_s):
-                    await asyncio.to_thread(remove_leftover, leftover, place.root)
+            if self._deletions.free(place.run):
+                self._start(f"leftovers: run {place.run}", partial(self._sweep_run, place))
 
+    async def _sweep_run(self, place: RunPlace) -> None:
+        async with self._alone[place.run]:
+            await self._sweep_alone(place)
 
-@contextlib.contextmanager
-def _alone(what: str, run: str) -> Iterator[None]:
-    """What is wrong with one run's directory hinders no other run."""
-    try:
-        yield
-    except (EvalfleetError, OSError) as exc:
-        log.warning("%s: run %s: %s; it is tried again", what, run, str(exc) or type(exc).__name__)
+    async def _sweep_alone(self, place: RunPlace) -> None:
+        look = partial(find_leftovers, place.root, place.run)
+        found = await self._deletions.run(place.run, look, timeout_s=SCAN_S)
+        if not found:
+            return
+        reserved = await self._ledger(self._retention.reserved_runs)
+        held = {Path(held.path).name for held in await self._ledger(self._retention.held)}
+        idle_s = self._service.leftover_idle_s
+        for leftover in plan_leftovers(found, reserved, held, now=time.time(), idle_s=idle_s):
+            work = partial(remove_leftover, leftover, place.root)
+            if leftover.kind is LeftoverKind.TRASH:
+                work = partial(tend_trash, leftover, place.root, await self._ledger(self._retention.needed, place.run))
+            await self._deletions.run(place.run, work, timeout_s=DELETE_S)

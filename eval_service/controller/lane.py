@@ -258,7 +258,8 @@ class Lane:
             told = sorted(self._suspicions.values(), key=lambda outcome: _CERTAINTY.index(outcome.verdict))[0]
             if told.verdict is not Verdict.SUSPECT or len(self._suspicions) > 1 or not self._other_opinions():
                 reason = Reason.CKPT_MISSING if told.verdict is Verdict.NOT_VISIBLE else Reason.PIN_VIOLATION
-                self._condemn(LaneEnd(PointState.SKIPPED, reason, told.detail))
+                unheld = f" ({self.point.unheld})" if self.point.unheld is not None else ""
+                self._condemn(LaneEnd(PointState.SKIPPED, reason, told.detail + unheld))
 
     def _other_opinions(self) -> bool:
         """Whether an engine that was not asked yet may come to tell."""

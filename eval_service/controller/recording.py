@@ -64,7 +64,7 @@ class Recorder:
             raise LaneEnd(PointState.FAILED, Reason.ERROR_RATE, detail)
         point = self.point
         path = samples_file(point.root, point.run, point.step, point.suite, f"{point.id}-{self.number}")
-        await self.threads.run(lambda: _write(path, samples))
+        await self.threads.run(lambda: write_samples(path, samples))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
             result = replace(self._result(found, weights, samples, path, spent), alarms=alarms)
@@ -112,11 +112,6 @@ class Recorder:
             direction=self.suite.config.direction,
             suite_digest=self.suite.digest,
         )
-
-
-def _write(path: Path, samples: Sequence[SampleView]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_samples(path, samples)
 
 
 def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> SampleView:

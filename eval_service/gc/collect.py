@@ -1,7 +1,8 @@
 """Deleting, with the care that a wrong plan, a renamed directory or a planted link can do no harm.
 
-A snapshot is renamed to `.trash-<nonce>` in its own run's root and then removed, so no reader ever sees half of one.
-Everything is done relative to an open handle of the run's root; no link is followed. Blocks: call it from a thread.
+A snapshot is renamed to `.trash-<nonce>` in its own run's root and then removed, so no reader ever sees half of one. In
+between the ledger is asked for the last time: one that was dispatched again meanwhile is put back. Everything is done
+relative to an open handle of the run's root; no link is followed. Blocks: call it from a thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,12 @@ class Collected:
     freed_bytes: int
 
 
-def collect(deletion: Deletion, root: Path) -> Collected:
+def collect(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
     """Delete one snapshot; one that is gone already (an earlier try was cut short) is a success of 0 bytes.
 
     Args:
         root: the run's configured root, under which `<run>/` lies.
+        confirm: called when nobody can find the snapshot any more; what it does not confirm is put back.
 
     Raises:
         Refused: path, step, digest or nonce disagree with what lies there, or it lies elsewhere.
@@ -48,18 +50,44 @@ def collect(deletion: Deletion, root: Path) -> Collected:
     name = _own_name(deletion, root)
     trash = names.trash_name(deletion.nonce)
     with _run_root(root, deletion.run) as handle:
-        if handle is None:
-            return Collected(name, 0)
-        freed = _remove(handle, trash)  # of a try that was cut short
-        if _is_there(handle, name):
+        freed = 0
+        if handle is not None and _is_there(handle, name):
             _check_ours(deletion, names.run_dir(root, deletion.run) / name)
+            freed = _remove(handle, trash)  # of a try that was cut short
             os.rename(name, trash, src_dir_fd=handle, dst_dir_fd=handle)
-            freed += _remove(handle, trash)
+        if confirm():
+            freed += _remove(handle, trash) if handle is not None else 0
+        elif handle is not None:
+            _put_back(handle, trash, name)
     return Collected(name, freed)
 
 
+def tend_trash(leftover: Leftover, root: Path, needed: Mapping[str, bool]) -> Collected:
+    """Finish what a deletion that was cut short began, or undo it.
+
+    Args:
+        needed: by the name of a snapshot's directory, whether somebody needs it: true, it is put back; false, it is
+            claimed for deletion and is left to that. One that is not named is removed.
+
+    Raises:
+        Refused, OSError: as `remove_leftover`.
+    """
+    directory = names.run_dir(root, leftover.run) / leftover.name
+    try:
+        manifest = read_manifest(directory)
+    except SnapshotFault:  # its manifest is the first to go
+        return remove_leftover(leftover, root)
+    name = names.step_dir_name(manifest.step, manifest.digest)
+    if name not in needed:
+        return remove_leftover(leftover, root)
+    with _run_root(root, leftover.run) as handle:
+        if handle is not None and needed[name] and not _put_back(handle, leftover.name, name):
+            return Collected(leftover.name, _remove(handle, leftover.name))
+    return Collected(leftover.name, 0)
+
+
 def find_leftovers(root: Path, run: str) -> list[Leftover]:
-    """The `.partial-*` and `.trash-*` directories of a run; reads only."""
+    """The `.partial-*`, `.trash-*` and `.held-*` directories of a run; reads only."""
     found = []
     with _run_root(root, run) as handle:
         if handle is None:
@@ -89,6 +117,16 @@ def remove_leftover(leftover: Leftover, root: Path) -> Collected:
         return Collected(leftover.name, _remove(handle, leftover.name) if handle is not None else 0)
 
 
+def remove_held(root: Path, run: str, name: str) -> None:
+    """Delete a directory of hard links; what they are links to keeps its other names.
+
+    Raises:
+        Refused: its name is not that of one, or the run's root is not its own.
+        OSError: the file system would not have it.
+    """
+    remove_leftover(Leftover(run, name, LeftoverKind.HELD, 0.0), root)
+
+
 def remove_results(root: Path, run: str) -> None:
     """Delete a run's samples, as its deletion asks for.
 
@@ -99,6 +137,21 @@ def remove_results(root: Path, run: str) -> None:
     with _run_root(root, run) as handle:
         if handle is not None:
             _remove(handle, names.EVALS)
+
+
+_KINDS = {
+    names.PARTIAL_PREFIX: LeftoverKind.PARTIAL,
+    names.TRASH_PREFIX: LeftoverKind.TRASH,
+    names.HELD_PREFIX: LeftoverKind.HELD,
+}
+
+
+def _put_back(handle: int, trash: str, name: str) -> bool:
+    """Undo a rename; False where nothing was renamed, or another export took the place."""
+    if not _is_there(handle, trash) or _is_there(handle, name):
+        return False
+    os.rename(trash, name, src_dir_fd=handle, dst_dir_fd=handle)
+    return True
 
 
 def _own_name(deletion: Deletion, root: Path) -> str:
@@ -143,7 +196,7 @@ def _run_root(root: Path, run: str) -> Iterator[int | None]:
 
 
 def _kind(name: str) -> LeftoverKind | None:
-    for prefix, kind in ((names.PARTIAL_PREFIX, LeftoverKind.PARTIAL), (names.TRASH_PREFIX, LeftoverKind.TRASH)):
+    for prefix, kind in _KINDS.items():
         if name.startswith(prefix) and names.NONCE.fullmatch(name.removeprefix(prefix)):
             return kind
     return None
@@ -172,6 +225,8 @@ def _remove(handle: int, name: str) -> int:
         for file in files:
             info = os.stat(file, dir_fd=where, follow_symlinks=False)
             freed += info.st_size if info.st_nlink == 1 else 0
+        if names.MANIFEST in files:  # first, so that half a snapshot is never taken for one
+            os.unlink(names.MANIFEST, dir_fd=where)
     shutil.rmtree(name, dir_fd=handle)
     return freed
 

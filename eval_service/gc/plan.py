@@ -58,6 +58,7 @@ class LeftoverKind(StrEnum):
 
     PARTIAL = "partial"  # an export that was never published
     TRASH = "trash"  # a deletion that was cut short
+    HELD = "held"  # hard links that no point needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,18 @@ def plan_deletions(rows: Iterable[SnapshotRow], keep: Mapping[str, int]) -> tupl
 
 
 def plan_leftovers(
-    found: Iterable[Leftover], reserved_runs: Collection[str], *, now: float, idle_s: float = PARTIAL_IDLE_S
+    found: Iterable[Leftover],
+    reserved_runs: Collection[str],
+    held: Collection[str] = (),
+    *,
+    now: float,
+    idle_s: float = PARTIAL_IDLE_S,
 ) -> tuple[Leftover, ...]:
-    """The leftovers to delete: all trash, and partial directories that nobody can still be writing.
+    """The leftovers to delete: all trash, links that nobody needs, and partial directories that nobody can be writing.
 
     Args:
         reserved_runs: runs with a live reservation, whose trainer may be exporting.
+        held: names of the directories of hard links that are needed.
         now: Unix seconds.
         idle_s: how long a partial directory must not have changed (an export may also run without a reservation).
     """
@@ -106,7 +113,12 @@ def plan_leftovers(
         leftover
         for leftover in found
         if leftover.kind is LeftoverKind.TRASH
-        or (leftover.run not in reserved_runs and now - leftover.touched_at >= idle_s)
+        or (leftover.kind is LeftoverKind.HELD and leftover.name not in held)
+        or (
+            leftover.kind is LeftoverKind.PARTIAL
+            and leftover.run not in reserved_runs
+            and now - leftover.touched_at >= idle_s
+        )
     )
 
 

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, RowMapping, Select, select, update
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import OnTimeout
 from eval_service.ledger.commands import Command, objection, open_commands, with_snapshot
+from eval_service.ledger.rows import carry_out
 from eval_service.ledger.schema import commands, drains, points, runs, snapshots
 from eval_service.ledger.turn import END_STATES, Turn
 
@@ -29,37 +30,44 @@ def is_asked(connection: Connection, now: float, reservation_timeout_s: float) -
 
 def take_arrivals(turn: Turn) -> int:
     """Queue points whose snapshot came, late ones too: their export was paid for."""
-    rows = turn.connection.execute(_arrivals()).mappings().all()
-    for row in rows:
+
+    def arrive(row: RowMapping) -> None:
         turn.move(row["id"], PointState.QUEUED, queued_at=turn.now, detail=None)
         if row["admitted_at"] is not None:
             turn.supersede(row["id"], row["digest"])
-    return len(rows)
+
+    return carry_out(turn.connection, turn.connection.execute(_arrivals()).mappings().all(), arrive)
 
 
 def take_commands(turn: Turn) -> int:
     """Carry out what can still be done; what can't is dropped, for whoever asked can see the point's state."""
-    rows = open_commands(turn.connection)
-    for row in rows:
+
+    def obey(row: RowMapping) -> None:
         point = turn.connection.execute(with_snapshot().where(points.c.id == row["target"])).mappings().one_or_none()
         if point is not None and objection(Command(row["kind"]), point) is None:
             _carry_out(turn, Command(row["kind"]), row)
-        turn.connection.execute(update(commands).where(commands.c.seq == row["seq"]).values(done_at=turn.now))
+
+    rows = open_commands(turn.connection)
+    carry_out(turn.connection, rows, obey)
+    taken = [row["seq"] for row in rows]
+    turn.connection.execute(update(commands).where(commands.c.seq.in_(taken)).values(done_at=turn.now))
     return len(rows)
 
 
 def expire_reservations(turn: Turn, timeout_s: float) -> int:
     """Skip reservations that nobody used."""
-    found = turn.connection.execute(_unused(turn.now - timeout_s)).scalars().all()
-    for point in found:
-        detail = f"no snapshot came within {timeout_s:.0f} s"
-        turn.end(point, PointState.SKIPPED, Reason.RESERVATION_EXPIRED, detail)
-    return len(found)
+    return _end_all(
+        turn,
+        _unused(turn.now - timeout_s),
+        PointState.SKIPPED,
+        Reason.RESERVATION_EXPIRED,
+        f"no snapshot came within {timeout_s:.0f} s",
+    )
 
 
 def end_deleted_runs(turn: Turn) -> int:
     """Cancel what is open of runs that somebody deletes."""
-    return _cancel_open(turn, _open_of_deleted_runs(), Reason.RUN_DELETED, "")
+    return _end_all(turn, _open_of_deleted_runs(), PointState.CANCELLED, Reason.RUN_DELETED, "")
 
 
 def overdue_drains(connection: Connection, now: float) -> Sequence[RowMapping]:
@@ -76,7 +84,8 @@ def abort_overdue_drains(turn: Turn) -> int:
     for drain in rows:
         # A dispatch after the deadline reopened the run: it is none of this drain's.
         of_it = (points.c.run == drain["run"]) & (points.c.created_at <= drain["deadline"])
-        _cancel_open(turn, _open_points(of_it), Reason.DRAIN_TIMEOUT, f"drain {drain['id']}")
+        why = f"drain {drain['id']}"
+        _end_all(turn, _open_points(of_it), PointState.CANCELLED, Reason.DRAIN_TIMEOUT, why)
         turn.connection.execute(update(drains).where(drains.c.id == drain["id"]).values(aborted_at=turn.now))
     return len(rows)
 
@@ -113,8 +122,6 @@ def _open_of_deleted_runs() -> Select[Any]:
     return _open_points(points.c.run.in_(select(runs.c.run).where(runs.c.deleted_at.is_not(None))))
 
 
-def _cancel_open(turn: Turn, query: Select[Any], reason: Reason, detail: str) -> int:
+def _end_all(turn: Turn, query: Select[Any], state: PointState, reason: Reason, detail: str) -> int:
     found = turn.connection.execute(query).scalars().all()
-    for point in found:
-        turn.end(point, PointState.CANCELLED, reason, detail)
-    return len(found)
+    return carry_out(turn.connection, found, lambda point: turn.end(point, state, reason, detail))

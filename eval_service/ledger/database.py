@@ -59,19 +59,27 @@ class Database:
             check_local(Path(parsed.database), mounts=mounts)
         self.engine = _open(parsed)
         self._turnstile = threading.Lock()
-        with self.writing() as connection:
-            metadata.create_all(connection)
-            for index in (index for table in metadata.sorted_tables for index in table.indexes):
-                index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
-            _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
-            _seed(connection, EPOCH, "0", clock())
-            found = _migrated(connection, str(_get(connection, VERSION)), clock())
+        with self.reading() as connection:
+            made = _is_made(connection)
+        if not made:
+            self._make()
+        with self.reading() as connection:
+            found = _get(connection, VERSION)
         if found != str(SCHEMA_VERSION):
             raise ConfigError(
                 f"the ledger has schema {found}; this version writes {SCHEMA_VERSION}",
                 field="service.ledger",
                 hint="serve it with the version that wrote it, or set another service.state_dir",
             )
+
+    def _make(self) -> None:
+        with self.writing() as connection:
+            metadata.create_all(connection)
+            for index in (index for table in metadata.sorted_tables for index in table.indexes):
+                index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
+            _seed(connection, VERSION, str(SCHEMA_VERSION), self.clock())
+            _seed(connection, EPOCH, "0", self.clock())
+            _migrated(connection, str(_get(connection, VERSION)), self.clock())
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -169,6 +177,17 @@ def _migrated(connection: Connection, found: str, now: float) -> str:
         found = str(int(found) + 1)
         put(connection, VERSION, found, now)
     return found
+
+
+def _is_made(connection: Connection) -> bool:
+    """Whether nothing is missing, so that it can be opened without the write lock, which a hung process may hold."""
+    there = inspect(connection)
+    if not set(there.get_table_names()) >= metadata.tables.keys():
+        return False
+    for table in metadata.sorted_tables:
+        if not {index["name"] for index in there.get_indexes(table.name)} >= {index.name for index in table.indexes}:
+            return False
+    return _get(connection, EPOCH) is not None and _get(connection, VERSION) == str(SCHEMA_VERSION)
 
 
 def _seed(connection: Connection, key: str, value: str, at: float) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, case, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, case, delete, func, insert, select, update
 
 from eval_service.contract.errors import Busy, Conflict, InvalidRequest, NotFound
 from eval_service.contract.names import check_run
@@ -32,7 +32,7 @@ from eval_service.contract.wire import (
 from eval_service.ledger.commands import Command, give
 from eval_service.ledger.database import Database
 from eval_service.ledger.receipts import end_drain
-from eval_service.ledger.schema import commands, drains, points, runs, snapshots
+from eval_service.ledger.schema import commands, drains, links, points, runs, snapshots
 from eval_service.ledger.turn import settle
 
 _OPEN_STATES = tuple(state.value for state in PointState if state not in ENDS)
@@ -350,6 +350,7 @@ def _snapshot_id(connection: Connection, request: DispatchRequest, path: str, no
         return snapshot
     again: dict[str, Any] = {"settled_at": None}
     if row["deleting_at"] is not None or _may_have_changed(row, request):
+        connection.execute(delete(links).where(links.c.snapshot == row["id"]))
         again |= dict.fromkeys(_FOUND_BY_CHECKS) | {"claimed_digest": request.digest, "source": request.source}
     connection.execute(update(snapshots).where(snapshots.c.id == row["id"]).values(**again))
     return str(row["id"])

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import RowMapping, func, insert, select, update
+from sqlalchemy import RowMapping, delete, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.results import Alarm, Direction, Metric
@@ -16,7 +16,8 @@ from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.ledger import carrying, watching
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.receipts import end_drains, to_end
-from eval_service.ledger.schema import attempts, points, runs, snapshots
+from eval_service.ledger.rows import carry_out, sound
+from eval_service.ledger.schema import attempts, links, points, runs, snapshots
 from eval_service.ledger.turn import END_STATES, LIVE_STATES, Turn, turn
 
 
@@ -40,6 +41,7 @@ class Runnable:
     digest: str
     tensor_digest: str
     vocab_size: int
+    unheld: str | None = None  # why hard links do not keep it, where they should
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Unadmitted:
     source: str
     claimed_digest: str | None
     queued_at: float
+    root: str  # of its run
+    links: str | None  # where hard links to it are, or should be
+    why_not: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +100,12 @@ class Moves:
         """Queue again what a former controller had in its hands; that is no fault of the point's."""
         with self._turn() as turn:
             query = select(points.c.id).where(points.c.state.in_(LIVE_STATES)).order_by(points.c.seq)
-            found = turn.connection.execute(query).scalars().all()
-            for point in found:
+
+            def again(point: str) -> None:
                 turn.end_attempt(point, "controller_lost", None)
                 turn.move(point, PointState.QUEUED)
-        return len(found)
+
+            return carry_out(turn.connection, turn.connection.execute(query).scalars().all(), again)
 
     def take_intents(self, *, reservation_timeout_s: float) -> int:
         """Carry out what gateways wrote: arrivals, commands, deletions, unused reservations. Returns how many."""
@@ -133,18 +139,29 @@ class Moves:
     def unadmitted(self) -> list[Unadmitted]:
         """Snapshots that queued points wait for."""
         query = (
-            select(snapshots, points.c.queued_at)
+            select(snapshots, points.c.queued_at, runs.c.spec, links.c.path.label("links"), links.c.why_not)
             .join(points, points.c.snapshot_id == snapshots.c.id)
+            .join(runs, runs.c.run == snapshots.c.run)
+            .outerjoin(links, links.c.snapshot == snapshots.c.id)
             .where(points.c.state == PointState.QUEUED, snapshots.c.admitted_at.is_(None))
             .order_by(points.c.seq)
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-        found: dict[str, Unadmitted] = {}
-        for row in rows:
-            columns = ("id", "run", "step", "path", "source", "claimed_digest", "queued_at")
-            found.setdefault(row["id"], Unadmitted(**{name: row[name] for name in columns}))
-        return list(found.values())
+        first = {row["id"]: row for row in reversed(rows)}
+        return list(sound((first[id_] for id_ in dict.fromkeys(row["id"] for row in rows)), _unadmitted))
+
+    def note_links(self, snapshot: str, path: str, why_not: str | None = None) -> None:
+        """Write where hard links to a snapshot are to be, before they are made; or why they can't be."""
+        with self._db.acting(self.epoch) as connection:
+            values = {"path": path, "why_not": why_not}
+            if connection.execute(update(links).where(links.c.snapshot == snapshot).values(**values)).rowcount == 0:
+                connection.execute(insert(links).values(snapshot=snapshot, **values))
+
+    def forget_links(self, snapshot: str) -> None:
+        """No hard links to a snapshot were made."""
+        with self._db.acting(self.epoch) as connection:
+            connection.execute(delete(links).where(links.c.snapshot == snapshot))
 
     def admit(self, snapshot: str, facts: Facts) -> None:
         """The checks passed: keep what they found, and let newer points supersede older ones."""
@@ -172,7 +189,8 @@ class Moves:
         """Queued points whose snapshots are admitted and whose runs go on, in the order they were asked for."""
         query = (
             select(points, snapshots.c.path, snapshots.c.digest, snapshots.c.tensor_digest, snapshots.c.vocab_size)
-            .add_columns(runs.c.spec)
+            .add_columns(runs.c.spec, links.c.path.label("links"), links.c.why_not)
+            .outerjoin(links, links.c.snapshot == points.c.snapshot_id)
             .join(snapshots, snapshots.c.id == points.c.snapshot_id)
             .join(runs, runs.c.run == points.c.run)
             .where(points.c.state == PointState.QUEUED, snapshots.c.admitted_at.is_not(None))
@@ -181,7 +199,7 @@ class Moves:
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-        return [runnable_of(row) for row in rows]
+        return list(sound(rows, runnable_of))
 
     def manifest(self, snapshot: str) -> Manifest:
         """An admitted snapshot's manifest."""
@@ -269,8 +287,12 @@ class Moves:
         """A queued point's time is up: it was tried (`failed: deadline`), or no engine came (`skipped: unhealthy`)."""
         with self._turn() as turn:
             row = turn.point(point)
+            admitted = select(snapshots.c.admitted_at).where(snapshots.c.id == row["snapshot_id"])
             if row["state"] == PointState.QUEUED and row["attempts"]:
                 turn.end(point, PointState.FAILED, Reason.DEADLINE, detail)
+            elif row["state"] == PointState.QUEUED and turn.connection.execute(admitted).scalar() is None:
+                why = "its snapshot could not be checked, which is so where its storage does not answer"
+                turn.end(point, PointState.SKIPPED, Reason.CKPT_MISSING, f"{why}: {detail}")
             elif row["state"] == PointState.QUEUED:
                 turn.end(point, PointState.SKIPPED, Reason.UNHEALTHY, f"no engine came: {detail}")
 
@@ -309,6 +331,11 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
     }
 
 
+def _unadmitted(row: RowMapping) -> Unadmitted:
+    columns = ("id", "run", "step", "path", "source", "claimed_digest", "queued_at", "links", "why_not")
+    return Unadmitted(**{name: row[name] for name in columns}, root=json.loads(row["spec"])["root"])
+
+
 def runnable_of(row: RowMapping) -> Runnable:
     """A row of a point with its snapshot's and its run's columns."""
     spec = json.loads(row["spec"])
@@ -318,7 +345,8 @@ def runnable_of(row: RowMapping) -> Runnable:
         priority=spec["priority"] if row["priority"] is None else row["priority"],
         max_engines=spec["max_engines"],
         root=spec["root"],
-        snapshot=row["path"],
+        snapshot=row["path"] if row["links"] is None or row["why_not"] is not None else row["links"],
+        unheld=row["why_not"],
         digest=row["digest"],
         tensor_digest=row["tensor_digest"],
         vocab_size=row["vocab_size"],

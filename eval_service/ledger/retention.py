@@ -7,11 +7,12 @@ from then on a hold or a retry is refused, and a dispatch of the same path is ch
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, case, delete, func, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, case, delete, func, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason
@@ -19,7 +20,8 @@ from eval_service.contract.wire import DispatchRequest, Source
 from eval_service.gc.plan import SnapshotRow
 from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
-from eval_service.ledger.schema import attempts, commands, drains, points, runs, servings, snapshots
+from eval_service.ledger.rows import sound
+from eval_service.ledger.schema import attempts, commands, drains, links, points, runs, servings, snapshots
 
 _ENDS = tuple(state.value for state in ENDS)
 _LIVE = tuple(state.value for state in LIVE)
@@ -46,6 +48,15 @@ class Undescribed:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Hard links to a snapshot of a run."""
+
+    snapshot: str
+    run: str
+    path: str
+
+
 class Retention:
     """The acting controller's view of what is on storage."""
 
@@ -56,11 +67,15 @@ class Retention:
     def places(self) -> list[RunPlace]:
         """Every run's place."""
         with self._db.reading() as connection:
-            rows = connection.execute(select(runs.c.run, runs.c.spec, runs.c.deleted_at)).all()
-        return [_place(run, json.loads(spec), deleted_at is not None) for run, spec, deleted_at in rows]
+            rows = connection.execute(select(runs.c.run, runs.c.spec, runs.c.deleted_at)).mappings().all()
+        return list(sound(rows, _place))
 
-    def on_storage(self) -> list[SnapshotRow]:
-        """Snapshots that were not deleted, with who needs them; those whose content nobody knows have no nonce."""
+    def on_storage(self, pinned: Collection[str] = ()) -> list[SnapshotRow]:
+        """Snapshots that were not deleted, with who needs them; those whose content nobody knows have no nonce.
+
+        Args:
+            pinned: directories that engines hold the weights of.
+        """
         live = func.sum(case((points.c.state.in_(_LIVE), 1), else_=0))
         waiting = func.sum(case((points.c.state.not_in((*_ENDS, *_LIVE)), 1), else_=0))
         query = (
@@ -74,8 +89,10 @@ class Retention:
             rows = connection.execute(query).mappings().all()
             best = best_snapshots(connection)
             served = frozenset(connection.execute(_served()).scalars())
-        return [
-            SnapshotRow(
+            reserved = {(run, step) for run, step in connection.execute(_RESERVED.distinct())}
+
+        def make(row: RowMapping) -> SnapshotRow:
+            return SnapshotRow(
                 id=row["id"],
                 run=row["run"],
                 step=row["step"],
@@ -83,14 +100,16 @@ class Retention:
                 path=row["path"],
                 source=Source(row["source"]),
                 nonce=row["nonce"],
+                reserved=(row["run"], row["step"]) in reserved,
                 queued=bool(row["waiting"]),
                 leased=bool(row["live"]) or row["id"] in served,
+                pinned=row["path"] in pinned and row["run_deleted_at"] is None,
                 best=row["id"] in best and row["run_deleted_at"] is None,
                 held=row["held"],
                 settled_at=row["settled_at"],
             )
-            for row in rows
-        ]
+
+        return list(sound(rows, make))
 
     def undescribed(self) -> list[Undescribed]:
         """Settled exports of ours that never were checked."""
@@ -124,17 +143,48 @@ class Retention:
                 snapshots.c.held.is_(False),
                 snapshots.c.settled_at.is_not(None),
                 ~needed.exists(),
+                ~_to_come(),
                 ~select(points.c.id).where(late).exists(),
                 ~_served().where(points.c.snapshot_id == snapshot).exists(),
                 ~select(commands.c.seq).where(commands.c.done_at.is_(None)).exists(),
             )
             return connection.execute(free.values(deleting_at=self._db.clock())).rowcount > 0
 
-    def deleted(self, snapshot: str) -> None:
-        """It is gone; one that was dispatched again meanwhile is left to its checks."""
+    def deleted(self, snapshot: str) -> bool:
+        """It is gone for good; False where it was dispatched again, or an export that may find it began, meanwhile."""
         with self._db.acting(self._epoch) as connection:
             claimed = update(snapshots).where(snapshots.c.id == snapshot, snapshots.c.deleting_at.is_not(None))
-            connection.execute(claimed.values(deleted_at=self._db.clock()))
+            return connection.execute(claimed.where(~_to_come()).values(deleted_at=self._db.clock())).rowcount > 0
+
+    def needed(self, run: str) -> dict[str, bool]:
+        """The names of a run's directories that are not deleted; false for those that are claimed for it."""
+        query = select(snapshots.c.path, snapshots.c.deleting_at).where(snapshots.c.run == run)
+        with self._db.reading() as connection:
+            rows = connection.execute(query.where(snapshots.c.deleted_at.is_(None))).all()
+        return {Path(path).name: deleting_at is None for path, deleting_at in rows}
+
+    # --- hard links
+
+    def held(self) -> list[Held]:
+        """Every directory of hard links."""
+        query = select(links.c.snapshot, snapshots.c.run, links.c.path)
+        with self._db.reading() as connection:
+            rows = connection.execute(query.join(snapshots, snapshots.c.id == links.c.snapshot)).all()
+        return [Held(*row) for row in rows]
+
+    def let_go(self) -> list[Held]:
+        """Forget the links to snapshots that have settled, and return them; a retry holds and checks them anew."""
+        query = select(links.c.snapshot, snapshots.c.run, links.c.path)
+        query = query.join(snapshots, snapshots.c.id == links.c.snapshot).where(snapshots.c.settled_at.is_not(None))
+        with self._db.looking(self._epoch) as connection:  # most looks find nothing
+            if connection.execute(query.limit(1)).first() is None:
+                return []
+        with self._db.acting(self._epoch) as connection:
+            found = [Held(*row) for row in connection.execute(query).all()]
+            of_them = [held.snapshot for held in found]
+            connection.execute(delete(links).where(links.c.snapshot.in_(of_them)))
+            connection.execute(update(snapshots).where(snapshots.c.id.in_(of_them)).values(admitted_at=None))
+        return found
 
     def forget(self, run: str) -> bool:
         """Drop what the ledger has of a deleted run, once all has ended; receipts stay. False: not yet."""
@@ -148,6 +198,8 @@ class Retention:
             connection.execute(delete(commands).where(commands.c.target.in_(of_run)))
             connection.execute(delete(servings).where(servings.c.point.in_(of_run)))
             connection.execute(delete(points).where(points.c.run == run))
+            of_it = select(snapshots.c.id).where(snapshots.c.run == run)
+            connection.execute(delete(links).where(links.c.snapshot.in_(of_it)))
             connection.execute(delete(snapshots).where(snapshots.c.run == run))
             connection.execute(delete(drains).where(drains.c.run == run, drains.c.ended_at.is_(None)))
             connection.execute(delete(runs).where(runs.c.run == run))
@@ -167,8 +219,18 @@ class Retention:
         return bool(rows) and None not in rows
 
 
-def _place(run: str, spec: dict[str, object], deleting: bool) -> RunPlace:
-    return RunPlace(run, Path(str(spec["root"])), 0 if deleting else int(str(spec["keep"])), deleting)
+_RESERVED = select(points.c.run, points.c.step).where(points.c.state == PointState.RESERVED)
+
+
+def _to_come() -> ColumnElement[bool]:
+    """Whether an export is under way that may come to the same content, and would then find the directory there."""
+    of_it = (points.c.run == snapshots.c.run) & (points.c.step == snapshots.c.step)
+    return _RESERVED.where(of_it).correlate(snapshots).exists()
+
+
+def _place(row: RowMapping) -> RunPlace:
+    spec, deleting = json.loads(row["spec"]), row["deleted_at"] is not None
+    return RunPlace(row["run"], Path(str(spec["root"])), 0 if deleting else int(spec["keep"]), deleting)
 
 
 def _served() -> Select[Any]:

@@ -68,6 +68,15 @@ snapshots = Table(
     Index("snapshots_on_storage", "deleted_at"),
 )
 
+# Hard links to a snapshot that is not ours to keep, from when it is queued until it settles.
+links = Table(
+    "links",
+    metadata,
+    Column("snapshot", ForeignKey("snapshots.id"), primary_key=True),
+    Column("path", Text, nullable=False),  # the directory that they are in
+    Column("why_not", Text),  # why the snapshot can't be held, and is evaluated where it lies
+)
+
 points = Table(
     "points",
     metadata,

@@ -51,6 +51,7 @@ MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
 WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it tells of
 _STOP_S = 5.0
+ENGINE_NICENESS = 15  # Ray's own for what it starts
 # Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
 # engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
 # ending it would cost a start of SGLang.
@@ -150,6 +151,8 @@ class EngineDeployment:
 
     def __init__(self, settings: Settings, group: str, controller: DeploymentHandle) -> None:
         self._guard = StartGuard()
+        if os.nice(0) < ENGINE_NICENESS:  # on the host that the trainer runs on, it and the controller go first
+            os.nice(ENGINE_NICENESS - os.nice(0))
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
         self._handover_s = settings.fleet.service.handover_s

@@ -156,6 +156,9 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
 
     # A controller that hangs holds the lock; a graceful stop would only wait for it. Serve reads this where it runs.
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
+    # Who decides and who answers is not background work: on a busy host it would be taken for hung. Engines are, see
+    # `EngineDeployment`.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Workers import this package as this process does, wherever it was started.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if address is not None:

@@ -7,9 +7,11 @@ tell that none of a group matches. A text is looked for in one group at a time.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -78,19 +80,48 @@ def write_samples(path: Path, samples: Iterable[SampleView]) -> int:
     """Write a point's samples, replacing what was there in one step; returns how many.
 
     Raises:
-        OSError: the disk is full, say; nothing is left behind then.
+        OSError: the disk is full, say, or a link leads out of the run's directory; nothing is left behind then.
     """
+    if path.parent.parent.is_symlink():
+        raise _leads_out(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with beside.open("wb") as file:
+        _check_place(handle, path.parent)
+        return _write_in(handle, path.name, samples)
+    finally:
+        os.close(handle)
+
+
+def _check_place(handle: int, directory: Path) -> None:
+    """A link planted in the run's own directory must not lead what we write out of it.
+
+    Raises:
+        OSError: `ELOOP`, where it would.
+    """
+    run = directory.parent
+    own = os.stat(run.parent.resolve() / run.name / directory.name, follow_symlinks=False)
+    opened = os.fstat(handle)
+    if (own.st_dev, own.st_ino) != (opened.st_dev, opened.st_ino):
+        raise _leads_out(directory)
+
+
+def _leads_out(directory: Path) -> OSError:
+    return OSError(errno.ELOOP, f"{directory} is a link, or lies behind one: samples go into the run's own directory")
+
+
+def _write_in(handle: int, name: str, samples: Iterable[SampleView]) -> int:
+    beside = f".{name}.{uuid.uuid4().hex}"
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=handle), "wb") as file:
             count = _write_batches(file, iter(samples))
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        os.replace(beside, name, src_dir_fd=handle, dst_dir_fd=handle)
     finally:
-        beside.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+        with suppress(FileNotFoundError):
+            os.unlink(beside, dir_fd=handle)
+    os.fsync(handle)
     return count
 
 
@@ -214,11 +245,3 @@ def _may_have(group: Any, kind: Which) -> bool:
     if kind is Which.ERRORED:
         return not told.has_null_count or told.null_count < group.num_rows
     return not told.has_min_max or told.min < 1.0
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

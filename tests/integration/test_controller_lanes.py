@@ -266,7 +266,7 @@ def test_commands_and_results_survive_lost_answers(stand_of: Make) -> None:
 
 def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven_anew(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=300, knobs={"latency_s": 0.05}).running(1) as stand:
+        async with stand_of(prompts=300, knobs={"latency_s": 0.05}, engine_lost_s=1.0).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)

@@ -53,8 +53,8 @@ from eval_service.suites.suite import Suite, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
 
-TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=1.0)
-WAIT_S = 20.0
+TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=2.0)
+WAIT_S = 45.0  # engines, controller and test share one loop, on a machine that others load
 SUITE = "words"
 
 
@@ -132,7 +132,7 @@ class Stand:
             "start_timeout_s": 20,
             "overrides": {**(knobs or {})},
         }
-        settings = {"scan_interval_s": 3600, "engine_lost_s": 1.5, "roots": (root,), "handover_s": 0.5, **service}
+        settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5, **service}
         groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
         self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
         self.database = Database(self.url, clock=self.clock)
@@ -322,8 +322,12 @@ class Stand:
     def dispatch(self, run: str, step: int, export: Export | None = None, **request: Any) -> str:
         """Ask for a point; its id."""
         export = export or self.export(run, step)
-        given = {"run": run, "step": step, "reservation": str(uuid.uuid4()), "snapshot": str(export.path), **request}
-        reply = self.intents.dispatch(DispatchRequest.model_validate({"digest": export.manifest.digest, **given}))
+        return self.dispatch_path(run, step, export.path, **{"digest": export.manifest.digest, **request})
+
+    def dispatch_path(self, run: str, step: int, path: Path, **request: Any) -> str:
+        """Ask for a point on a directory, whosever it is; its id."""
+        given = {"run": run, "step": step, "reservation": str(uuid.uuid4()), "snapshot": str(path), **request}
+        reply = self.intents.dispatch(DispatchRequest.model_validate(given))
         if self.link.controller is not None:
             self.link.controller.wake()
         return reply.points[0].id

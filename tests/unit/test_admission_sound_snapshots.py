@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +59,16 @@ def test_pickles_beside_safetensors_are_never_opened(tmp_path: Path, monkeypatch
     for name in ("pytorch_model.bin", "optimizer.pt", "scheduler.pkl"):
         (base / name).write_bytes(b"\x80\x04")
     opened: list[str] = []
-    real = Path.open
 
-    def watched(path: Path, *args: Any, **kwargs: Any) -> Any:
-        opened.append(path.name)
-        return real(path, *args, **kwargs)
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opens(path: Any, *args: Any, **kwargs: Any) -> Any:
+            opened.append(Path(path).name)
+            return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", watched)
+        return opens
+
+    monkeypatch.setattr(Path, "open", watched(Path.open))
+    monkeypatch.setattr(os, "open", watched(os.open))
     admit(base, source=Source.CALLER, roots=[tmp_path])
     assert "model.safetensors" in opened
     assert not {"pytorch_model.bin", "optimizer.pt", "scheduler.pkl"} & set(opened)

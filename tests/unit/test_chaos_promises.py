@@ -93,6 +93,7 @@ def sound() -> Evidence:
         diaries={RUN: diary()},
         samples={f"p-{suite}": samples(suite) for suite in SUITES},
         kept={RUN: [FOLDER]},
+        pinned=frozenset(),
         scraps=[],
         faults=[],
         seen=Seen(probes=3),
@@ -247,6 +248,12 @@ def test_the_best_of_each_suite_is_kept_beside_the_last_ones() -> None:
     assert to_keep(ledger, RUN, 1) == {"step_0-0", "step_2-0"}
     assert to_keep(ledger, RUN, 0) == {"step_0-0"}
     assert to_keep(ledger, "beta", 2) == set()
+
+
+def test_what_an_engine_still_holds_may_be_one_more(sound: Evidence) -> None:
+    one_more = replace(sound, kept={RUN: [FOLDER, "step_1-aaaaaaaa"]})
+    assert broken(replace(one_more, pinned=frozenset({"a" * 32}))) == set()
+    assert broken(replace(one_more, pinned=frozenset({"b" * 32}))) == {KEEP}
 
 
 def test_a_late_point_of_a_run_that_lets_points_give_way_may_be_busy(sound: Evidence) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from eval_service.contract import names
 from eval_service.contract.snapshot import Published
-from eval_service.gc.collect import Refused, collect, find_leftovers, remove_leftover
+from eval_service.gc.collect import Refused, collect, find_leftovers, remove_held, remove_leftover, tend_trash
 from eval_service.gc.plan import Deletion, Leftover, LeftoverKind
 from tests.support.tiny_snapshots import publish, tiny
 
@@ -23,6 +23,10 @@ def deletion_of(published: Published) -> Deletion:
     manifest = published.manifest
     assert manifest.nonce is not None
     return Deletion("s1", manifest.run, manifest.step, manifest.digest, str(published.path), manifest.nonce)
+
+
+def yes() -> bool:
+    return True
 
 
 def tree(directory: Path) -> list[str]:
@@ -41,26 +45,26 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_snapshot_is_removed_and_its_bytes_are_told(published: Published, root: Path) -> None:
     size = sum(path.stat().st_size for path in published.path.iterdir())
-    assert collect(deletion_of(published), root).freed_bytes == size
+    assert collect(deletion_of(published), root, yes).freed_bytes == size
     assert tree(root / "r1") == []
 
 
 def test_a_second_time_is_a_success_of_no_bytes(published: Published, root: Path) -> None:
-    collect(deletion_of(published), root)
-    assert collect(deletion_of(published), root).freed_bytes == 0
+    collect(deletion_of(published), root, yes)
+    assert collect(deletion_of(published), root, yes).freed_bytes == 0
     shutil.rmtree(root)
-    assert collect(deletion_of(published), root).freed_bytes == 0
+    assert collect(deletion_of(published), root, yes).freed_bytes == 0
 
 
 def test_a_deletion_cut_short_after_the_rename_is_finished(published: Published, root: Path) -> None:
     published.path.rename(published.path.with_name(names.trash_name(NONCE)))
-    assert collect(deletion_of(published), root).freed_bytes > 0
+    assert collect(deletion_of(published), root, yes).freed_bytes > 0
     assert tree(root / "r1") == []
 
 
 def test_trash_of_an_earlier_try_does_not_stand_in_the_way(published: Published, root: Path) -> None:
     shutil.copytree(published.path, published.path.with_name(names.trash_name(NONCE)))
-    collect(deletion_of(published), root)
+    collect(deletion_of(published), root, yes)
     assert tree(root / "r1") == []
 
 
@@ -69,7 +73,7 @@ def test_bytes_that_another_name_holds_are_not_counted_as_freed(published: Publi
     size = weights.stat().st_size
     os.link(weights, root / "held.safetensors")
     total = sum(path.stat().st_size for path in published.path.iterdir())
-    assert collect(deletion_of(published), root).freed_bytes == total - size
+    assert collect(deletion_of(published), root, yes).freed_bytes == total - size
     assert (root / "held.safetensors").stat().st_size == size
 
 
@@ -80,7 +84,7 @@ def test_a_directory_that_the_ledger_did_not_export_is_left_alone(
     wrong = {"nonce": "cd" * 16, "digest": "0" * 32, "step": 5, "run": "r2"}[change]
     before = tree(root)
     with pytest.raises(Refused):
-        collect(replace(deletion_of(published), **{change: wrong}), root)  # type: ignore[arg-type]
+        collect(replace(deletion_of(published), **{change: wrong}), root, yes)  # type: ignore[arg-type]
     assert tree(root) == before
 
 
@@ -91,10 +95,10 @@ def test_a_directory_whose_manifest_is_gone_or_of_another_export_is_left_alone(
     table = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**table, "nonce": "cd" * 16}))
     with pytest.raises(Refused, match="another export"):
-        collect(deletion_of(published), root)
+        collect(deletion_of(published), root, yes)
     manifest.unlink()
     with pytest.raises(Refused, match="not there"):
-        collect(deletion_of(published), root)
+        collect(deletion_of(published), root, yes)
     assert (published.path / "model.safetensors").is_file()
 
 
@@ -116,7 +120,7 @@ def test_a_path_outside_the_runs_own_root_is_refused(path: str, published: Publi
     wrong = replace(deletion_of(published), path=path.format(root=root, name=published.path.name))
     before = tree(root)
     with pytest.raises(Refused):
-        collect(wrong, root)
+        collect(wrong, root, yes)
     assert tree(root) == before
     assert other.path.is_dir()
 
@@ -125,7 +129,7 @@ def test_links_are_never_followed(published: Published, root: Path, tmp_path: Pa
     precious = tmp_path / "precious"
     shutil.copytree(published.path, precious)
     (published.path / "link").symlink_to(precious, target_is_directory=True)
-    collect(deletion_of(published), root)
+    collect(deletion_of(published), root, yes)
     assert (precious / "model.safetensors").is_file()
 
 
@@ -133,7 +137,7 @@ def test_a_link_in_place_of_the_snapshot_is_refused(published: Published, root: 
     moved = published.path.rename(tmp_path / "precious")
     published.path.symlink_to(moved, target_is_directory=True)
     with pytest.raises(Refused, match="no directory"):
-        collect(deletion_of(published), root)
+        collect(deletion_of(published), root, yes)
     assert (moved / "model.safetensors").is_file()
 
 
@@ -141,13 +145,13 @@ def test_a_link_in_place_of_the_runs_root_is_refused(published: Published, root:
     moved = (root / "r1").rename(tmp_path / "precious")
     (root / "r1").symlink_to(moved, target_is_directory=True)
     with pytest.raises(Refused):
-        collect(deletion_of(published), root)
+        collect(deletion_of(published), root, yes)
     assert (moved / published.path.name / "model.safetensors").is_file()
 
 
 def test_a_nonce_that_is_a_path_is_refused(published: Published, root: Path) -> None:
     with pytest.raises(Refused):
-        collect(replace(deletion_of(published), nonce="../../x"), root)
+        collect(replace(deletion_of(published), nonce="../../x"), root, yes)
 
 
 def test_leftovers_are_found_with_their_newest_change_and_removed(published: Published, root: Path) -> None:
@@ -175,3 +179,51 @@ def test_no_snapshot_can_be_removed_as_a_leftover(published: Published, root: Pa
     with pytest.raises(Refused):
         remove_leftover(Leftover("r1", ".trash-x/../" + published.path.name, LeftoverKind.TRASH, 0.0), root)
     assert published.path.is_dir()
+
+
+def test_a_snapshot_that_somebody_came_to_need_while_it_was_set_aside_is_put_back_whole(
+    published: Published, root: Path
+) -> None:
+    before, seen = tree(root), []
+
+    def no() -> bool:
+        seen.append(published.path.exists())
+        return False
+
+    assert collect(deletion_of(published), root, no).freed_bytes == 0
+    assert (tree(root), seen) == (before, [False])
+
+
+@pytest.mark.parametrize(("needed", "left"), [(True, "put back"), (False, "as it is"), (None, "nothing")])
+def test_trash_is_put_back_left_to_its_deletion_or_removed_as_the_ledger_says(
+    published: Published, root: Path, needed: bool | None, left: str
+) -> None:
+    trash = published.path.with_name(names.trash_name(NONCE))
+    published.path.rename(trash)
+    tend_trash(
+        Leftover("r1", trash.name, LeftoverKind.TRASH, 0.0),
+        root,
+        {} if needed is None else {published.path.name: needed},
+    )
+    found = {"put back": [published.path.name], "as it is": [trash.name], "nothing": []}
+    assert [path.name for path in (root / "r1").iterdir()] == found[left]
+
+
+def test_trash_whose_removal_had_begun_is_never_put_back(published: Published, root: Path) -> None:
+    trash = published.path.with_name(names.trash_name(NONCE))
+    published.path.rename(trash)
+    (trash / names.MANIFEST).unlink()
+    tend_trash(Leftover("r1", trash.name, LeftoverKind.TRASH, 0.0), root, {published.path.name: True})
+    assert tree(root / "r1") == []
+
+
+def test_hard_links_are_removed_and_what_they_are_links_to_stays(published: Published, root: Path) -> None:
+    held = root / "r1" / names.held_name(NONCE)
+    held.mkdir()
+    for path in published.path.iterdir():
+        os.link(path, held / path.name)
+    before = tree(published.path)
+    with pytest.raises(Refused):
+        remove_held(root, "r1", published.path.name)
+    remove_held(root, "r1", held.name)
+    assert (held.exists(), tree(published.path)) == (False, before)

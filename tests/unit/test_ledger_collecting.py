@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.names import DISPATCH, samples_file, trash_name
+from eval_service.contract.names import COMPLETE, DISPATCH, MANIFEST, held_name, samples_file, trash_name
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.snapshot import Published
 from eval_service.contract.states import PointState, Reason
@@ -37,13 +38,19 @@ def ledger(tmp_path: Path) -> Ledger:
     return ledger
 
 
-def tend(ledger: Ledger, until: Callable[[], object], *, loading: Callable[[], frozenset[str]] = frozenset) -> None:
+def tend(
+    ledger: Ledger,
+    until: Callable[[], object],
+    *,
+    loading: Callable[[], frozenset[str]] = frozenset,
+    pinned: Callable[[], frozenset[str]] = frozenset,
+) -> None:
     """Let the housekeeping run until something is so."""
 
     async def work() -> None:
         thread = LedgerThread()
         service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
-        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread, loading=loading)
+        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread, loading=loading, pinned=pinned)
         async with asyncio.timeout(30):
             while not until():
                 keeping.something_settled()
@@ -64,7 +71,8 @@ def send(ledger: Ledger, published: Published, *, again: bool = False) -> str:
     manifest = published.manifest
     (request,) = json.loads((published.path / DISPATCH).read_bytes())
     reservation = str(uuid.uuid4()) if again else request["reservation"]
-    sent = ledger.send(manifest.step, manifest.digest, snapshot=str(published.path), reservation=reservation)
+    path = str(published.path)
+    sent = ledger.send(manifest.step, manifest.digest, manifest.run, snapshot=path, reservation=reservation)
     ledger.look()
     return sent.points[0].id
 
@@ -225,10 +233,10 @@ def test_a_deletion_that_the_file_system_refuses_keeps_no_other_from_being_done(
         done(ledger, published, 0.1)
     done(ledger, export(ledger, 3), 0.9)
 
-    def but_for_the_first(deletion: Deletion, root: Path) -> Collected:
+    def but_for_the_first(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
         if deletion.step == 1:
             raise OSError("it is away")
-        return collect(deletion, root)
+        return collect(deletion, root, confirm)
 
     monkeypatch.setattr("eval_service.controller.housekeeping.collect", but_for_the_first)
     with caplog.at_level(logging.WARNING):
@@ -251,9 +259,139 @@ def test_a_file_system_that_hangs_under_one_run_keeps_no_other_run_from_the_scan
         return scan_run(root, run, known)
 
     monkeypatch.setattr("eval_service.controller.housekeeping.scan_run", scan)
-    monkeypatch.setattr("eval_service.controller.housekeeping.SCAN_S", 0.1)
     try:
         tend(ledger, lambda: ledger.views.points(run="z-after").points)
     finally:
         release.set()
     assert [point.step for point in ledger.views.points(run="z-after").points] == [7]
+
+
+def test_a_deletion_that_hangs_under_one_run_keeps_no_other_run_from_theirs(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.put_run("z-after", keep=0)
+    hung = export(ledger, 1)
+    done(ledger, hung, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    other = publish(tiny(), ledger.root, run="z-after", step=1)
+    ledger.orders.cancel(send(ledger, other))
+    ledger.look()
+    release = threading.Event()
+
+    def hangs(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
+        if deletion.run == "r1":
+            release.wait(30)
+        return collect(deletion, root, confirm)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect", hangs)
+    try:
+        tend(ledger, lambda: not other.path.exists())
+        assert hung.path.exists()
+    finally:
+        release.set()
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_manifests_place_holds_up_no_collection(ledger: Ledger) -> None:
+    odd, other = export(ledger, 1), export(ledger, 2)
+    for published in (odd, other):
+        ledger.orders.cancel(send(ledger, published))
+        ledger.look()
+    (odd.path / MANIFEST).unlink()
+    os.mkfifo(odd.path / MANIFEST)
+    tend(ledger, lambda: not other.path.exists())
+    assert odd.path.is_dir(), "nobody can tell that it is ours"
+
+
+def test_what_an_idle_engine_holds_stays_for_its_run_and_goes_with_it(ledger: Ledger) -> None:
+    held, other = export(ledger, 1), export(ledger, 2)
+    done(ledger, held, 0.1)
+    done(ledger, other, 0.2)
+    done(ledger, export(ledger, 3), 0.9)
+    pinned = frozenset({str(held.path)})
+    tend(ledger, lambda: not other.path.exists(), pinned=lambda: pinned)
+    assert held.path.exists()
+    ledger.orders.delete_run("r1")
+    ledger.look()
+    tend(ledger, lambda: not held.path.exists(), pinned=lambda: pinned)
+
+
+def test_a_snapshot_that_is_exported_again_while_it_is_being_deleted_is_there_for_the_new_point(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed trainer finds the directory, uses it, and dispatches it, between the claim and the deletion."""
+    published = export(ledger, 1)
+    done(ledger, published, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    new: list[str] = []
+    over: list[Collected] = []
+
+    def overtaken(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
+        if not new:
+            new.append(send(ledger, published, again=True))
+        over.append(collect(deletion, root, confirm))
+        return over[-1]
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect", overtaken)
+    tend(ledger, lambda: over)
+    assert published.path.is_dir()
+    assert ledger.state(new[0]) is S.QUEUED
+
+
+def test_a_snapshot_is_not_deleted_while_its_step_is_exported_again(ledger: Ledger) -> None:
+    again, other = export(ledger, 1), export(ledger, 2)
+    done(ledger, again, 0.1)
+    assert ledger.retention.claim(ledger.snapshot(1)["id"]), "claimed just before"
+    ledger.reserve(1)
+    done(ledger, other, 0.2)
+    done(ledger, export(ledger, 3), 0.9)
+    tend(ledger, lambda: not other.path.exists())
+    assert again.path.is_dir()
+
+
+def test_a_deletion_cut_short_is_undone_for_what_was_dispatched_again_meanwhile(ledger: Ledger) -> None:
+    published = export(ledger, 1)
+    done(ledger, published, 0.1)
+    assert ledger.retention.claim(ledger.snapshot(1)["id"])
+    assert published.manifest.nonce is not None
+    trash = published.path.with_name(trash_name(published.manifest.nonce))
+    published.path.rename(trash)
+    ledger.send(1, published.manifest.digest, snapshot=str(published.path))
+    tend(ledger, published.path.is_dir)
+
+
+def test_twenty_thousand_files_are_deleted_beside_everything_else(ledger: Ledger) -> None:
+    """Deleting old checkpoints pauses nothing: another run's point is taken in meanwhile."""
+    big = export(ledger, 1)
+    for number in range(20_000):
+        os.link(big.path / COMPLETE, big.path / f"f{number}")
+    done(ledger, big, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    ledger.put_run("z-after")
+    seen: list[bool] = []
+
+    def gone_or_scanned() -> bool:
+        if not seen and ledger.views.points(run="z-after").points:
+            seen.append(any((ledger.root / "r1").glob(".trash-*")) or big.path.exists())
+        return not big.path.exists() and not any((ledger.root / "r1").glob(".trash-*"))
+
+    publish(tiny(), ledger.root, run="z-after", step=7)
+    tend(ledger, gone_or_scanned)
+    assert seen == [True], "the scan did not wait for the deletion"
+
+
+def test_hard_links_go_when_their_snapshot_has_settled_and_what_nobody_knows_of_goes_too(ledger: Ledger) -> None:
+    theirs = lay_out(tiny(), ledger.root / "base-model")
+    point = ledger.send(0, digest="d" * 32, snapshot=str(theirs), source="caller").points[0].id
+    ledger.look()
+    held, stray = (ledger.root / "r1" / held_name(nonce * 16) for nonce in ("ab", "cd"))
+    ledger.moves.note_links(ledger.snapshot(0)["id"], str(held))
+    for directory in (held, stray):
+        directory.mkdir(parents=True)
+        os.link(theirs / "model.safetensors", directory / "model.safetensors")
+    tend(ledger, lambda: not stray.exists())
+    assert held.exists(), "a point waits for it"
+    ledger.orders.cancel(point)
+    ledger.look()
+    tend(ledger, lambda: not held.exists())
+    assert (theirs / "model.safetensors").is_file()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import event, insert, update
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.contract.states import PointState, Reason
@@ -18,7 +18,7 @@ from eval_service.ledger.lock import FileLock, lock_of
 from eval_service.ledger.moves import Facts, Moves
 from eval_service.ledger.place import NETWORK, check_local
 from eval_service.ledger.retention import Retention
-from eval_service.ledger.schema import meta
+from eval_service.ledger.schema import commands, meta, points, runs
 from tests.support.ledger import EXPIRY_S, Ledger, result
 
 S = PointState
@@ -48,6 +48,9 @@ def writes(old: Moves, stale: Retention, ledger: Ledger, queued: str, scoring: s
         "end": lambda: old.end(queued, S.CANCELLED, Reason.USER, ""),
         "requeue": lambda: old.requeue(scoring, "engine", ""),
         "end_unserved": lambda: old.end_unserved(queued, ""),
+        "note_links": lambda: old.note_links(snapshot, "/x"),
+        "forget_links": lambda: old.forget_links(snapshot),
+        "let_go": stale.let_go,
         "claim": lambda: stale.claim(snapshot),
         "deleted": lambda: stale.deleted(snapshot),
         "forget": lambda: stale.forget("r1"),
@@ -67,6 +70,30 @@ def test_a_controller_that_was_replaced_writes_nothing_at_all(ledger: Ledger) ->
     readers = {"unadmitted", "runnable", "manifest", "overdue", "overtaken", "strays", "state"}
     public = {name for name in vars(Moves) if not name.startswith("_")}
     assert public - readers <= set(calls), "a write that this test does not know"
+
+
+def test_a_ledger_is_opened_while_a_hung_process_holds_its_write_lock(ledger: Ledger) -> None:
+    with ledger.db.writing():
+        again = Database(ledger.db.url)
+        assert again.read_meta("epoch") is not None
+        again.close()
+
+
+def test_one_bad_row_keeps_no_other_from_being_carried_out_or_read(ledger: Ledger) -> None:
+    bad, good, gone = ledger.queued(1), ledger.queued(2), ledger.queued(3)
+    ledger.put_run("odd")
+    ledger.queued(1, run="odd")
+    ledger.orders.cancel(gone)
+    with ledger.db.writing() as connection:
+        connection.execute(insert(commands).values(kind="of a later version", target=good, created_at=0.0))
+        connection.execute(insert(commands).values(kind="cancel", target=bad, created_at=0.0))
+        connection.execute(update(points).where(points.c.id == bad).values(state="of a later version"))
+        connection.execute(update(runs).where(runs.c.run == "odd").values(spec="{"))
+    ledger.look()
+    assert ledger.state(gone) is S.CANCELLED
+    assert [point.id for point in ledger.moves.runnable()] == [good]
+    assert ledger.look() == 0, "what can't be done is not asked for again"
+    assert [place.run for place in ledger.retention.places()] == ["r1"]
 
 
 def test_every_epoch_is_higher_than_all_before(tmp_path: Path) -> None:

@@ -182,3 +182,15 @@ def test_the_line_in_the_docs_reads_samples(file: Path, reader: str) -> None:
     wrong = found["wrong"]
     assert list(wrong["index"]) == list(range(1, 50, 5))
     assert wrong["prompt"][0] == "好 \x00 p"
+
+
+@pytest.mark.parametrize("linked", ["run", "run/evals"])
+def test_a_link_in_the_runs_directory_leads_no_sample_out_of_it(linked: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "evals").mkdir(parents=True)
+    place = tmp_path / "root" / linked
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside)
+    with pytest.raises(OSError, match="is a link"):
+        write_samples(tmp_path / "root" / "run" / "evals" / "x.parquet", [_sample(1)])
+    assert [path.name for path in outside.rglob("*")] == ["evals"]
