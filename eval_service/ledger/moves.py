@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import RowMapping, delete, func, insert, select, update
+from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.results import Alarm, Direction, Metric
@@ -188,11 +188,7 @@ class Moves:
     def runnable(self) -> list[Runnable]:
         """Queued points whose snapshots are admitted and whose runs go on, in the order they were asked for."""
         query = (
-            select(points, snapshots.c.path, snapshots.c.digest, snapshots.c.tensor_digest, snapshots.c.vocab_size)
-            .add_columns(runs.c.spec, links.c.path.label("links"), links.c.why_not)
-            .outerjoin(links, links.c.snapshot == points.c.snapshot_id)
-            .join(snapshots, snapshots.c.id == points.c.snapshot_id)
-            .join(runs, runs.c.run == points.c.run)
+            runnables()
             .where(points.c.state == PointState.QUEUED, snapshots.c.admitted_at.is_not(None))
             .where(runs.c.paused.is_(False), runs.c.deleted_at.is_(None))
             .order_by(points.c.seq)
@@ -336,8 +332,19 @@ def _unadmitted(row: RowMapping) -> Unadmitted:
     return Unadmitted(**{name: row[name] for name in columns}, root=json.loads(row["spec"])["root"])
 
 
+def runnables() -> Select[Any]:
+    """Points with what `runnable_of` needs of their snapshots and runs."""
+    return (
+        select(points, snapshots.c.path, snapshots.c.digest, snapshots.c.tensor_digest, snapshots.c.vocab_size)
+        .add_columns(runs.c.spec, links.c.path.label("links"), links.c.why_not)
+        .outerjoin(links, links.c.snapshot == points.c.snapshot_id)
+        .join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        .join(runs, runs.c.run == points.c.run)
+    )
+
+
 def runnable_of(row: RowMapping) -> Runnable:
-    """A row of a point with its snapshot's and its run's columns."""
+    """A row of `runnables`."""
     spec = json.loads(row["spec"])
     names = ("id", "seq", "run", "step", "suite", "force", "attempts", "queued_at", "snapshot_id")
     return Runnable(

@@ -16,7 +16,7 @@ from eval_service.contract.errors import Conflict, NotFound
 from eval_service.contract.manifest import Manifest
 from eval_service.ledger.commands import with_snapshot
 from eval_service.ledger.database import Database
-from eval_service.ledger.moves import Runnable, runnable_of
+from eval_service.ledger.moves import Runnable, runnable_of, runnables
 from eval_service.ledger.schema import points, runs, servings, snapshots
 from eval_service.ledger.turn import END_STATES
 
@@ -136,13 +136,7 @@ def _live(now: float) -> Select[Any]:
     wanted = and_(servings.c.closed_at.is_(None), servings.c.until > now, points.c.state.in_(END_STATES))
     there = and_(snapshots.c.deleting_at.is_(None), snapshots.c.admitted_at.is_not(None), runs.c.deleted_at.is_(None))
     return (
-        select(points, snapshots.c.path, snapshots.c.digest, snapshots.c.tensor_digest, snapshots.c.vocab_size)
-        .add_columns(runs.c.spec)
-        .join(servings, servings.c.point == points.c.id)
-        .join(snapshots, snapshots.c.id == points.c.snapshot_id)
-        .join(runs, runs.c.run == points.c.run)
-        .where(wanted, there)
-        .order_by(servings.c.asked_at)
+        runnables().join(servings, servings.c.point == points.c.id).where(wanted, there).order_by(servings.c.asked_at)
     )
 
 
