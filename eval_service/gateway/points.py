@@ -13,6 +13,7 @@ from eval_service.contract.errors import NotFound
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import PointPage, PointReport, PointView, SamplePage, Step
 from eval_service.gateway.services import Given, Services, carried_out
+from eval_service.ledger.orders import not_on_storage
 from eval_service.suites.samples import Which, read_samples
 
 routes = APIRouter(tags=["points"])
@@ -40,7 +41,7 @@ def get_point(id: str, services: Given) -> PointView:
 
 
 @routes.get("/points/{id}/samples")
-def get_samples(
+async def get_samples(
     id: str,
     services: Given,
     which: Which = Which.ALL,
@@ -48,10 +49,8 @@ def get_samples(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> SamplePage:
     """What the model answered, prompt by prompt."""
-    point = services.views.point(id)
-    if point.samples_path is None or not Path(point.samples_path).is_file():
-        raise NotFound(f"point {id} is {point.state} and has no samples", field="id")
-    return read_samples(Path(point.samples_path), offset=offset, limit=limit, which=which)
+    point = await asyncio.to_thread(services.views.point, id)
+    return await services.storage(_samples, point, offset, limit, which)
 
 
 @routes.post("/points/{id}/report", responses=ASKED)
@@ -70,7 +69,8 @@ async def cancel(id: str, services: Given, response: Response) -> PointView:
 @routes.post("/points/{id}/retry", responses=ASKED)
 async def retry(id: str, services: Given, response: Response) -> PointView:
     """A new attempt of an ended point, while its snapshot is there; else 409."""
-    return await _answer(services, id, await asyncio.to_thread(services.orders.retry, id), response)
+    gone = await services.storage(not_on_storage, await asyncio.to_thread(services.orders.place_of, id))
+    return await _answer(services, id, await asyncio.to_thread(services.orders.retry, id, gone), response)
 
 
 @routes.post("/points/{id}/hold")
@@ -85,6 +85,12 @@ def release(id: str, services: Given) -> PointView:
     """Give a held snapshot back to garbage collection."""
     services.orders.release(id)
     return services.views.point(id)
+
+
+def _samples(point: PointView, offset: int, limit: int, which: Which) -> SamplePage:
+    if point.samples_path is None or not Path(point.samples_path).is_file():
+        raise NotFound(f"point {point.id} is {point.state} and has no samples", field="id")
+    return read_samples(Path(point.samples_path), offset=offset, limit=limit, which=which)
 
 
 async def _answer(services: Services, point: str, numbers: Collection[int], response: Response) -> PointView:

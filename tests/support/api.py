@@ -26,8 +26,8 @@ class Api:
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base)
-        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake)
-        self.app: FastAPI = build_app(services)
+        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake)
+        self.app: FastAPI = build_app(self.services)
 
     def _wake(self) -> None:
         self.woken += 1
