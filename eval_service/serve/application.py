@@ -1,4 +1,4 @@
-"""The Serve application `evalfleet`: gateway (ingress), controller, and one deployment a group of engines.
+"""The Serve application `evalfleet`: gateway, controller, and one deployment a group of engines.
 
 Serve places, health-checks, restarts and scales; what they do is in modules that know nothing of Ray.
 """
@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -25,13 +24,9 @@ from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
-from eval_service.gateway.app import build_app
-from eval_service.gateway.services import Services
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
-from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
-from eval_service.ledger.orders import Orders
-from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
@@ -42,6 +37,8 @@ MAX_ONGOING = 1000
 _POLL_TIMEOUT_S = 10.0
 WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it tells of
 _STOP_S = 5.0
+_HTTP_GRACE_S = 2.0
+_HEAD = "node:__internal_head__"  # Ray's own name for a resource of the head node
 # Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
 # engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
 # ending it would cost a start of SGLang.
@@ -51,21 +48,32 @@ _ENGINE_CHECK_TIMEOUT_S = 10.0
 
 
 class GatewayDeployment:
-    """The ingress: the FastAPI application over the ledger."""
+    """The FastAPI application over the ledger, on a port of its own."""
 
     def __init__(self, settings: Settings, controller: DeploymentHandle, groups: list[DeploymentHandle]) -> None:
         del groups  # named so that Serve deploys them with the application
+        # Only here: no other replica needs FastAPI and uvicorn, and a new controller is waited for.
+        from eval_service.gateway.app import build_app
+        from eval_service.gateway.services import Services
+        from eval_service.serve.http_server import HttpServer
+
         self._controller = controller
         database = Database(settings.ledger)
-        bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
+        service = settings.fleet.service
+        bounds = Bounds(service.roots, load_suites(settings.suites).keys())
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
-        known = version("evalfleet")
-        views = Views(database, version=known)
-        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake)
+        self._services = services = Services(database, bounds, version("evalfleet"), self._wake)
+        self._http = HttpServer(lambda: build_app(services), service.host, service.port, grace_s=_HTTP_GRACE_S)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._services)
+    async def check_health(self) -> None:
+        """Raises when the requests' loop has ended or the ledger can't be read; does not answer when either hangs."""
+        await self._http.check()
+        await asyncio.to_thread(self._services.check)
+
+    async def __del__(self) -> None:
+        await self._http.stop()
+        self._services.close()
 
     def _wake(self) -> None:
         """Best effort: the controller also looks by itself. From any thread."""
@@ -192,7 +200,7 @@ class PlaceholderDeployment:
 
 
 def build(settings: Settings) -> Any:
-    """Bind the deployments into one application; the gateway is its ingress."""
+    """Bind the deployments into one application; the gateway stands for it."""
     # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
     grace_s = settings.fleet.service.controller_grace_s
     controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=grace_s)
@@ -202,8 +210,10 @@ def build(settings: Settings) -> Any:
         for name, group in settings.fleet.groups.items()
         if (found := _group(settings, name, group, controller)) is not None
     ]
-    gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
-    return gateway.bind(settings, controller, groups)
+    gateway = _deployment(GatewayDeployment, "gateway", graceful_shutdown_timeout_s=_HTTP_GRACE_S + 2.0)
+    # Its port is that of the address which the service is known by, so it goes where that leads to.
+    actor_options = {"num_cpus": 0, "resources": {_HEAD: 0.001}}
+    return gateway.options(ray_actor_options=actor_options).bind(settings, controller, groups)
 
 
 def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:

@@ -7,6 +7,7 @@ it. A joined one must have been given one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -47,6 +48,8 @@ def serve_forever(
         _need_token(address)
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
+    if address is None:
+        _check_port(fleet.service.host, fleet.service.port)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Only now: importing Ray takes seconds, and it reads its environment.
@@ -63,10 +66,9 @@ def serve_forever(
             _make_token(temp_dir)
         _init_ray(address, temp_dir)
         settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
-        options = {"host": fleet.service.host, "port": fleet.service.port}
-        serve.start(proxy_location="HeadOnly", http_options=options)
+        serve.start(proxy_location="Disabled")  # the gateway has a port of its own
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
-        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        _deploy(serve, build(settings), APPLICATION)
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
         _stay(stop, ray.nodes)
         print("evalfleet: stopping", flush=True)
@@ -77,6 +79,16 @@ def serve_forever(
         ray.shutdown()
         if temp_dir is not None:
             shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _deploy(serve: Any, application: Any, name: str) -> None:
+    """Run the application; one that doesn't come up is taken away, or it would be left on a cluster that goes on."""
+    try:
+        serve.run(application, name=name, route_prefix=None)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            serve.delete(name)
+        raise
 
 
 def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]], *, look_s: float = 5.0) -> None:
@@ -102,6 +114,21 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port that another service has: the gateway's replicas share it with one another, and so would they.
+
+    Raises:
+        ConfigError: with the port.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as exc:
+        hint = "is another service running? else set another port"
+        raise ConfigError(f"{host}:{port} can't be had: {exc.strerror}", field="service.port", hint=hint) from exc
 
 
 def _need_token(address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import Unavailable
-from eval_service.serve.launch import _make_token, _stay
+from eval_service.serve.launch import _deploy, _make_token, _stay
 
 FLEET = """
 [service]
@@ -76,3 +77,47 @@ def test_the_command_ends_with_an_error_once_ray_has_died_and_without_one_when_t
     told = threading.Event()
     told.set()
     _stay(told, list)
+
+
+class Serve:
+    """What is asked of Serve."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.deleted: list[str] = []
+
+    def run(self, _application: object, *, name: str, route_prefix: str | None) -> None:
+        assert (name, route_prefix) == ("evalfleet", None)
+        if self.error is not None:
+            raise self.error
+
+    def delete(self, name: str) -> None:
+        self.deleted.append(name)
+
+
+def test_an_application_that_does_not_come_up_is_not_left_on_the_cluster() -> None:
+    for error in (RuntimeError("no GPU"), KeyboardInterrupt()):
+        serve = Serve(error)
+        with pytest.raises(type(error)):
+            _deploy(serve, object(), "evalfleet")
+        assert serve.deleted == ["evalfleet"]
+    well = Serve()
+    _deploy(well, object(), "evalfleet")
+    assert well.deleted == []
+
+
+def test_a_port_that_another_service_has_is_refused_before_anything_starts(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The gateway's replicas share their port, and would share another service's too."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "eval_service.cli.main", "serve", *files, "--port", port]
+        end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert end.returncode == 2
+    assert "service.port" in end.stderr
