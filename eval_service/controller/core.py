@@ -28,8 +28,9 @@ from eval_service.controller.pinning import Pinner
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database, Fenced
-from eval_service.ledger.intents import Bounds, Intents
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
@@ -38,7 +39,8 @@ from eval_service.suites.suite import Suite
 from router.limits import Limits
 from router.router import Router
 
-TICK_S = 0.5  # whatever changes wakes it; this is for what only time changes
+TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
+TIME_S = 1.0  # how late what only time changes (a deadline) may be seen
 LIFE_S = 1.0
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
@@ -160,17 +162,20 @@ class Controller:
         )
         async with Router(limits) as router:
             self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake, self._clock)
+            woken = True
             try:
                 while self._goes_on():
-                    await self._tick(acting)
-                    await self._rest()
+                    await self._tick(acting, woken=woken)
+                    woken = await self._rest()
             finally:
                 self._acting = None
                 await acting.close()
                 await asyncio.to_thread(scorers.close)
 
-    async def _tick(self, acting: _Acting) -> None:
-        for name, step in acting.steps():
+    async def _tick(self, acting: _Acting, *, woken: bool) -> None:
+        everything = woken or bool(self.troubles)
+        await self._tried("changes", acting.look_for_changes)
+        for name, step in acting.steps(everything=everything):
             if self._goes_on():
                 await self._tried(name, step)
                 self._beat = self._clock()
@@ -178,10 +183,13 @@ class Controller:
     def _goes_on(self) -> bool:
         return not self._stopping and not self.fenced
 
-    async def _rest(self) -> None:
+    async def _rest(self) -> bool:
+        """Wait for the next tick; whether somebody asked for it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), TICK_S)
+        woken = self._wake.is_set()
         self._wake.clear()
+        return woken
 
 
 class _Acting:
@@ -206,6 +214,8 @@ class _Acting:
         self._lanes: dict[str, Lane] = {}
         self._served: dict[str, int] = {}
         self._shown_at = float("-inf")
+        self._number: int | None = None  # of the ledger's changes, when all of it was last looked at
+        self._look_at = float("-inf")
         eval_group = parts.config.groups[EVAL_GROUP]
         self._restart_timeout_s = eval_group.start_timeout_s
         self._costs = Costs(eval_group.server_concurrency)
@@ -234,8 +244,25 @@ class _Acting:
         intents = Intents(parts.database, bounds)
         self._housekeeping = Housekeeping(self._service, intents, retention, ledger, loading=self.fleet.loading)
 
-    def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
-        """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
+    async def look_for_changes(self) -> None:
+        """Whether the ledger is as it was when all of it was last looked at."""
+        number = await self._ledger(self._moves.changes)
+        if number != self._number:
+            self._number, self._look_at = number, float("-inf")
+
+    def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
+        """What one look consists of: at everything, unless nothing changed, no lane is there and little time passed.
+
+        Leases come first: an idle engine waits for nobody.
+        """
+        now = self._clock()
+        if not everything and not self._lanes and now < self._look_at:
+            return (
+                ("engines", self._look_at_engines),
+                ("housekeeping", self._housekeeping.tick),
+                ("life", self._show_life),
+            )
+        self._look_at = now + TIME_S
         return (
             ("engines", self._look_at_engines),
             ("leases", self._lease),
@@ -260,6 +287,7 @@ class _Acting:
             await asyncio.gather(*stuck, return_exceptions=True)
         await self._admissions.close()
         await self._housekeeping.close()
+        await asyncio.to_thread(self._moves.close)
 
     # --- engines
 
@@ -371,5 +399,5 @@ class _Acting:
             return
         upstreams = self._router.stats().upstreams
         view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0)
-        await self._ledger(self._moves.show_life, view.model_dump_json())
+        await self._ledger(self._moves.show_life, view)
         self._shown_at = now

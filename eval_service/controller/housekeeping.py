@@ -26,6 +26,7 @@ from eval_service.ledger.retention import Retention, RunPlace
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
+CHECKPOINT_S = 5.0  # what a power cut may take of what was answered
 SCAN_S = 60.0  # for one run's directory; a file system that hangs holds up the runs that lie on it and no others
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 
@@ -53,11 +54,13 @@ class Housekeeping:
         self._ledger = ledger
         self._next_scan = 0.0
         self._next_leftovers = 0.0
+        self._next_checkpoint = 0.0
         self._collect = True
         self._collect_at = float("-inf")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scanning: set[str] = set()  # runs whose directory a thread looks into, or hangs at
         self._scan_threads = DaemonThreads("scan")
+        self._checkpoint_threads = DaemonThreads("checkpoint")
 
     def something_settled(self) -> None:
         """A point ended: there may be something to delete."""
@@ -71,6 +74,8 @@ class Housekeeping:
             self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
+        if now >= self._next_checkpoint and self._start("checkpoint", self._checkpoint):
+            self._next_checkpoint = now + CHECKPOINT_S
         if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
@@ -178,7 +183,12 @@ class Housekeeping:
         if not await self._ledger(self._retention.forget, place.run):
             self._collect = True
 
+    async def _checkpoint(self) -> None:
+        """In a thread of its own: the disk may take long, and nobody else need wait for it."""
+        await self._checkpoint_threads.run(self._retention.tend)
+
     async def _sweep(self) -> None:
+        await self._ledger(self._retention.forget_events)
         reserved = await self._ledger(self._retention.reserved_runs)
         for place in await self._ledger(self._retention.places):
             with _alone("leftovers", place.run):
