@@ -40,7 +40,7 @@ from router.limits import Limits
 from router.router import Router
 
 TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
-TIME_S = 1.0  # how late what only time changes (a deadline) may be seen
+TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
 LIFE_S = 1.0
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0

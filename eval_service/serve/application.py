@@ -43,7 +43,7 @@ _HEAD = "node:__internal_head__"  # Ray's own name for a resource of the head no
 # engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
 # ending it would cost a start of SGLang.
 _CHECK_TIMEOUT_S = 2.0
-_CONTROLLER_CHECK_TIMEOUT_S = 1.5
+_CONTROLLER_CHECK_TIMEOUT_S = 1.2
 _ENGINE_CHECK_TIMEOUT_S = 10.0
 
 
