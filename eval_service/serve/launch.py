@@ -8,6 +8,7 @@ it. A joined one must have been given one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,6 +28,8 @@ from eval_service.fleet_config import FleetConfig, load_fleet
 from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
+_PORT_S = 15.0
+_PORT_LOOK_S = 0.2
 _TOKEN_FILE = "ray-token"
 
 
@@ -116,19 +120,29 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, *, patience_s: float = _PORT_S) -> None:
     """Refuse a port that another service has: the gateway's replicas share it with one another, and so would they.
+
+    Args:
+        patience_s: a service that was killed leaves its port to its gateway for a few seconds more.
 
     Raises:
         ConfigError: with the port.
     """
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as exc:
-        hint = "is another service running? else set another port"
-        raise ConfigError(f"{host}:{port} can't be had: {exc.strerror}", field="service.port", hint=hint) from exc
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                return
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                hint = "is another service running? else set another port"
+                raise ConfigError(
+                    f"{host}:{port} can't be had: {exc.strerror}", field="service.port", hint=hint
+                ) from exc
+        time.sleep(_PORT_LOOK_S)
 
 
 def _need_token(address: str) -> None:

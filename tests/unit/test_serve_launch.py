@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from eval_service.contract.errors import Unavailable
-from eval_service.serve.launch import _deploy, _make_token, _stay
+from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.serve.launch import _check_port, _deploy, _make_token, _stay
 
 FLEET = """
 [service]
@@ -106,18 +106,25 @@ def test_an_application_that_does_not_come_up_is_not_left_on_the_cluster() -> No
     assert well.deleted == []
 
 
-def test_a_port_that_another_service_has_is_refused_before_anything_starts(
-    files: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_port_that_another_service_keeps_is_refused_by_name() -> None:
     """The gateway's replicas share their port, and would share another service's too."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        command = [sys.executable, "-m", "eval_service.cli.main", "serve", *files, "--port", port]
-        end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert end.returncode == 2
-    assert "service.port" in end.stderr
+    with _listening() as other, pytest.raises(ConfigError) as caught:
+        _check_port("127.0.0.1", other.getsockname()[1], patience_s=0.3)
+    assert caught.value.field == "service.port"
+
+
+def test_a_port_that_a_killed_service_still_has_is_waited_for() -> None:
+    other = _listening()
+    port = other.getsockname()[1]
+    closer = threading.Timer(0.5, other.close)
+    closer.start()
+    _check_port("127.0.0.1", port, patience_s=30.0)
+    closer.join()
+
+
+def _listening() -> socket.socket:
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    found.bind(("127.0.0.1", 0))
+    found.listen()
+    return found
