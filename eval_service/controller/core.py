@@ -26,6 +26,7 @@ from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
 from eval_service.controller.pinning import Pinner
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
+from eval_service.controller.sizing import Sizes, worth
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.bounds import Bounds
@@ -34,6 +35,7 @@ from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.limits import Limits
@@ -42,6 +44,7 @@ from router.router import Router
 TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
 TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
 LIFE_S = 1.0
+_ALWAYS = ("engines", "housekeeping", "life")
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
 _CLOSE_S = 5.0
@@ -161,7 +164,10 @@ class Controller:
             wait_timeout_s=self._service.point_timeout_s,
         )
         async with Router(limits) as router:
-            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake, self._clock)
+            groups = self._parts.config.groups
+            before = await ledger(ScaleOrders(self._parts.database, groups).decided)
+            sizes = Sizes(groups, before, self._clock)
+            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, sizes, self.wake, self._clock)
             woken = True
             try:
                 while self._goes_on():
@@ -202,6 +208,7 @@ class _Acting:
         ledger: LedgerThread,
         scorers: ScorerPool,
         router: Router,
+        sizes: Sizes,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -226,6 +233,9 @@ class _Acting:
             on_change=wake,
             clock=clock,
         )
+        self._scaling = ScaleOrders(parts.database, parts.config.groups)
+        self._sizes = sizes
+        self._autoscaled = any(group.autoscale for group in parts.config.groups.values())
         self._lane_parts = LaneParts(
             fleet=self.fleet,
             router=router,
@@ -251,21 +261,14 @@ class _Acting:
             self._number, self._look_at = number, float("-inf")
 
     def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
-        """What one look consists of: at everything, unless nothing changed, no lane is there and little time passed.
-
-        Leases come first: an idle engine waits for nobody.
-        """
-        now = self._clock()
-        if not everything and not self._lanes and now < self._look_at:
-            return (
-                ("engines", self._look_at_engines),
-                ("housekeeping", self._housekeeping.tick),
-                ("life", self._show_life),
-            )
-        self._look_at = now + TIME_S
-        return (
+        """What one look consists of, leases first: an idle engine waits for nobody; little where nothing changed."""
+        little = not everything and not self._lanes and self._clock() < self._look_at
+        if not little:
+            self._look_at = self._clock() + TIME_S
+        steps = (
             ("engines", self._look_at_engines),
             ("leases", self._lease),
+            ("sizes", self._decide_sizes),
             ("intents", self._take_intents),
             ("drains", self._tend_drains),
             ("overtaken", self._end_overtaken),
@@ -274,6 +277,7 @@ class _Acting:
             ("housekeeping", self._housekeeping.tick),
             ("life", self._show_life),
         )
+        return tuple(step for step in steps if not little or step[0] in _ALWAYS)
 
     async def close(self) -> None:
         """Stop every task; nothing is written for what was under way."""
@@ -332,10 +336,8 @@ class _Acting:
     async def _lease(self) -> None:
         if not self.fleet.free():
             return
-        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
-        by_id = {point.id: point for point in queued if await self._has_suite(point)}
-        claims = [lane.claim for lane in self._lanes.values()]
-        claims += [self._first_claim(point) for point in by_id.values()]
+        by_id = await self._queued()
+        claims = self._claims(by_id)
         free = sorted(engine.id for engine in self.fleet.free())
         held: dict[str, int] = {}
         for lane in self._lanes.values():
@@ -343,9 +345,24 @@ class _Acting:
         for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
             await self._give(lease, by_id)
 
+    async def _queued(self) -> dict[str, Runnable]:
+        """Points whose lane is still to begin."""
+        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
+        return {point.id: point for point in queued if await self._has_suite(point)}
+
+    def _claims(self, queued: Mapping[str, Runnable]) -> list[Claim]:
+        claims = [lane.claim for lane in self._lanes.values()]
+        return claims + [self._first_claim(point) for point in queued.values()]
+
+    async def _decide_sizes(self) -> None:
+        """How many engines there should be; Serve reads it off what is shown, so a change is shown at once."""
+        work = worth(self._claims(await self._queued())) if self._autoscaled else 0
+        if self._sizes.decide(await self._ledger(self._scaling.ordered), work):
+            self._shown_at = float("-inf")
+
     def _first_claim(self, point: Runnable) -> Claim:
         """What a point has use for whose lane is still to begin."""
-        size = len(self._parts.suites[point.suite].prompts())
+        size = self._parts.suites[point.suite].size
         waited_s = self._parts.database.clock() - point.queued_at
         return Claim(point, max(1, self._costs.engines_for(point.suite, size)), waited_s=waited_s)
 
@@ -398,6 +415,6 @@ class _Acting:
         if now - self._shown_at < LIFE_S:
             return
         upstreams = self._router.stats().upstreams
-        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0)
+        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
         await self._ledger(self._moves.show_life, view)
         self._shown_at = now

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
 from sqlalchemy import Connection
 
+from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.feed import Feed
 from eval_service.gateway.storage import Storage
 from eval_service.gateway.waiting import SharedLook, Watch
+from eval_service.ledger.advising import Advisor
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.changes import Changes
 from eval_service.ledger.database import Database
@@ -19,6 +21,7 @@ from eval_service.ledger.events import EventLog
 from eval_service.ledger.grouped import GroupedWrites
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.views import Views
 
 CARRY_OUT_S = 2.0  # how long an order waits for the controller before it answers 202
@@ -32,10 +35,19 @@ class Services:
         wake: tells the controller that there is something to do; it must not block, and may do nothing.
     """
 
-    def __init__(self, database: Database, bounds: Bounds, version: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        bounds: Bounds,
+        version: str,
+        wake: Callable[[], None],
+        groups: Mapping[str, GroupConfig],
+    ) -> None:
         self.intents = Intents(database, bounds)
         self.orders = Orders(database)
         self.views = Views(database, version=version)
+        self.scaling = ScaleOrders(database, groups)
+        self.advisor = Advisor(database)
         self.version = version
         self.wake = wake
         self.storage = Storage()

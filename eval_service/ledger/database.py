@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, select, update
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
 from eval_service.ledger.place import check_local, read_mounts
-from eval_service.ledger.schema import SCHEMA_VERSION, meta, metadata
+from eval_service.ledger.schema import ADDED, SCHEMA_VERSION, meta, metadata
 
 EPOCH = "epoch"
 VERSION = "schema_version"
@@ -68,7 +68,7 @@ class Database:
                 index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
             _seed(connection, VERSION, str(SCHEMA_VERSION), clock())
             _seed(connection, EPOCH, "0", clock())
-            found = _get(connection, VERSION)
+            found = _migrated(connection, str(_get(connection, VERSION)), clock())
         if found != str(SCHEMA_VERSION):
             raise ConfigError(
                 f"the ledger has schema {found}; this version writes {SCHEMA_VERSION}",
@@ -175,6 +175,19 @@ def put(connection: Connection, key: str, value: str, at: float) -> None:
     """Write one of `meta`'s values."""
     if connection.execute(update(meta).where(meta.c.key == key).values(value=value, at=at)).rowcount == 0:
         connection.execute(insert(meta).values(key=key, value=value, at=at))
+
+
+def _migrated(connection: Connection, found: str, now: float) -> str:
+    """Bring an older ledger up to date, as far as there is a way; returns the version that it has then."""
+    while found.isdecimal() and (columns := ADDED.get(int(found) + 1)):
+        for column in columns:
+            there = {known["name"] for known in inspect(connection).get_columns(column.table.name)}
+            if column.name not in there:
+                kind = column.type.compile(connection.dialect)
+                connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind}")
+        found = str(int(found) + 1)
+        put(connection, VERSION, found, now)
+    return found
 
 
 def _seed(connection: Connection, key: str, value: str, at: float) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import RowMapping, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
+from eval_service.contract.results import Alarm, Direction, Metric
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.contract.wire import FleetView, Metric
-from eval_service.ledger import carrying
+from eval_service.contract.wire import FleetView
+from eval_service.ledger import carrying, watching
 from eval_service.ledger.changes import Changes
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.events import fleet_changed
@@ -77,6 +79,10 @@ class Result:
     pin_proof: PinProof
     engines: tuple[str, ...]
     timings: dict[str, float] = field(default_factory=dict)
+    headline: str | None = None
+    direction: Direction = Direction.MAX
+    suite_digest: str | None = None
+    alarms: tuple[Alarm, ...] = ()  # those that need no other point
 
 
 class Moves:
@@ -135,7 +141,10 @@ class Moves:
     def _last_fleet(self) -> FleetView:
         """As a former controller left it."""
         found = self._db.read_meta(FLEET)
-        return FleetView.model_validate_json(found[0]) if found else FleetView(groups=(), seen_at=None)
+        with suppress(ValidationError):  # another version may have written it
+            if found is not None:
+                return FleetView.model_validate_json(found[0])
+        return FleetView(groups=(), seen_at=None)
 
     def tend_drains(self) -> int:
         """Cancel what overdue drains want cancelled, and write receipts of those that are over; returns how many."""
@@ -235,6 +244,7 @@ class Moves:
                 return False
             turn.end_attempt(point, "done", None, result.engines)
             turn.move(point, PointState.DONE, **_columns(result, row, turn.now))
+            watching.look_around(turn.connection, turn.point(point))
             return True
 
     def end(self, point: str, state: PointState, reason: Reason, detail: str) -> bool:
@@ -319,6 +329,10 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
         "weight_version": result.weight_version,
         "pin_proof": result.pin_proof,
         "timings": json.dumps(timings),
+        "headline": result.headline,
+        "direction": result.direction,
+        "suite_digest": result.suite_digest,
+        "alarms": watching.to_text(result.alarms),
     }
 
 

@@ -10,12 +10,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, case, delete, func, select, update
+from sqlalchemy import case, delete, func, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Source
 from eval_service.gc.plan import SnapshotRow
+from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import prune
 from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
@@ -71,7 +72,7 @@ class Retention:
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-            best = _best(connection)
+            best = best_snapshots(connection)
         return [
             SnapshotRow(
                 id=row["id"],
@@ -177,12 +178,3 @@ class Retention:
 
 def _place(run: str, spec: dict[str, object], deleting: bool) -> RunPlace:
     return RunPlace(run, Path(str(spec["root"])), 0 if deleting else int(str(spec["keep"])), deleting)
-
-
-def _best(connection: Connection) -> frozenset[str]:
-    """The snapshots with the best score of their run and suite so far; the newest of several."""
-    counts = (points.c.state == PointState.DONE) & points.c.score.is_not(None) & points.c.superseded.is_(False)
-    best_first = (points.c.score.desc(), points.c.step.desc())
-    place = func.row_number().over(partition_by=(points.c.run, points.c.suite), order_by=best_first)
-    ranked = select(points.c.snapshot_id, place.label("place")).where(counts).subquery()
-    return frozenset(connection.execute(select(ranked.c.snapshot_id).where(ranked.c.place == 1)).scalars())

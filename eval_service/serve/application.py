@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
 from eval_service.contract.errors import Unavailable
@@ -28,6 +29,7 @@ from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
 from eval_service.serve.loop_thread import LoopThread
+from eval_service.serve.scaling import DesiredCount
 from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
 
@@ -45,6 +47,7 @@ _HEAD = "node:__internal_head__"  # Ray's own name for a resource of the head no
 _CHECK_TIMEOUT_S = 2.0
 _CONTROLLER_CHECK_TIMEOUT_S = 1.2
 _ENGINE_CHECK_TIMEOUT_S = 10.0
+_ENGINE_STOP_S = 10.0  # beside what it may take to hand its samples over
 
 
 class GatewayDeployment:
@@ -63,7 +66,7 @@ class GatewayDeployment:
         bounds = Bounds(service.roots, load_suites(settings.suites).keys())
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
-        self._services = services = Services(database, bounds, version("evalfleet"), self._wake)
+        self._services = services = Services(database, bounds, version("evalfleet"), self._wake, settings.fleet.groups)
         self._http = HttpServer(lambda: build_app(services), service.host, service.port, grace_s=_HTTP_GRACE_S)
 
     async def check_health(self) -> None:
@@ -148,7 +151,9 @@ class EngineDeployment:
             settings.fleet.groups[group],
             node=host,
             options=BootOptions(
-                log=state_dir / "logs" / f"engine-{group}-{tag}.log", fleet_overrides=settings.fleet.overrides
+                log=state_dir / "logs" / f"engine-{group}-{tag}.log",
+                fleet_overrides=settings.fleet.overrides,
+                start_lock=state_dir / "engines.lock",
             ),
             link=ServeLink(controller),
         )
@@ -230,11 +235,32 @@ def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -
         part = _deployment(PlaceholderDeployment, name, replicas=least, gpus=gpus, graceful_shutdown_timeout_s=2.0)
         return part.bind()
     gpus = gpus if group.grade == "sglang" else 0
-    part = _deployment(EngineDeployment, f"engines-{name}", replicas=least, gpus=gpus, graceful_shutdown_timeout_s=20.0)
-    return part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S).bind(settings, name, controller)
+    grace_s = settings.fleet.service.handover_s + _ENGINE_STOP_S
+    part = _deployment(
+        EngineDeployment, f"engines-{name}", replicas="auto", gpus=gpus, graceful_shutdown_timeout_s=grace_s
+    )
+    part = part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S, autoscaling_config=_scaled(settings, name))
+    return part.bind(settings, name, controller)
 
 
-def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, graceful_shutdown_timeout_s: float) -> Any:
+def _scaled(settings: Settings, name: str) -> AutoscalingConfig:
+    """Within the group's bounds, by what the controller decides, and without a wait of Serve's own."""
+    least, most = settings.fleet.groups[name].bounds
+    return AutoscalingConfig(
+        min_replicas=least,
+        initial_replicas=least,
+        max_replicas=most,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(
+            policy_function=DesiredCount, policy_kwargs={"ledger": settings.ledger, "group": name}
+        ),
+    )
+
+
+def _deployment(
+    part: type, name: str, *, replicas: int | str = 1, gpus: int = 0, graceful_shutdown_timeout_s: float
+) -> Any:
     return serve.deployment(part).options(
         name=name,
         num_replicas=replicas,

@@ -10,9 +10,16 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.services import Services
 from tests.support.ledger import Ledger
+
+GROUPS = {
+    "eval": GroupConfig(model=Path("/model"), num_engines=(0, 4)),
+    "theirs": GroupConfig(kind="attached", model=Path("/model"), urls=("http://gpu-7:30000",)),
+    "later": GroupConfig(kind="placeholder", num_engines=2),
+}
 
 
 @dataclass
@@ -26,7 +33,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base)
-        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake)
+        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS)
         self.app: FastAPI = build_app(self.services)
 
     def _wake(self) -> None:
