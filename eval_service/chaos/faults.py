@@ -18,7 +18,6 @@ class FaultKind(StrEnum):
     LOSE_LOCK = "lose_lock"  # the lock file is removed under a stopped controller, which later goes on beside the next
     KILL_GATEWAY = "kill_gateway"
     STOP_GATEWAY = "stop_gateway"
-    KILL_PROXY = "kill_proxy"  # Serve's own HTTP proxy
     KILL_ENGINE = "kill_engine"
     STOP_ENGINE = "stop_engine"
     KILL_SUPERVISOR = "kill_supervisor"
@@ -70,7 +69,6 @@ CUTS_THE_API = frozenset(
     {
         FaultKind.KILL_GATEWAY,
         FaultKind.STOP_GATEWAY,
-        FaultKind.KILL_PROXY,
         FaultKind.KILL_SERVICE,
         FaultKind.SERVICE_DISK_FULL,
     }

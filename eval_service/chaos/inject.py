@@ -35,7 +35,6 @@ _LEAST_BYTES = 1
 _KILLS = {
     FaultKind.KILL_CONTROLLER: Part.CONTROLLER,
     FaultKind.KILL_GATEWAY: Part.GATEWAY,
-    FaultKind.KILL_PROXY: Part.PROXY,
     FaultKind.KILL_ENGINE: Part.ENGINE,
     FaultKind.KILL_SUPERVISOR: Part.SUPERVISOR,
     FaultKind.KILL_REPLICA: Part.REPLICA,

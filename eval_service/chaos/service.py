@@ -60,7 +60,7 @@ class Service:
         assert self.child is not None
         os.kill(self.child.process.pid, signal.SIGKILL)
         self.child.process.wait()
-        ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.PROXY, Part.SUPERVISOR, Part.ENGINE]
+        ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
         if not wait_until(lambda: not any(self.victims.find(part) for part in ours), _DEAD_S):
             left = [(part, process.pid) for part in ours for process in self.victims.find(part)]
             self.orphans += [f"{part.name.lower()} {pid} outlived the service" for part, pid in left]

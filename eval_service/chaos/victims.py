@@ -26,7 +26,6 @@ class Part(StrEnum):
     CONTROLLER = "ServeReplica:evalfleet:controller"
     GATEWAY = "ServeReplica:evalfleet:gateway"
     REPLICA = "ServeReplica:evalfleet:engines-"
-    PROXY = "ProxyActor"
     SUPERVISOR = "engine/supervisor.py"
     ENGINE = "eval_service.engine.fake"
     TRAINER = "eval_service.chaos.trainer"

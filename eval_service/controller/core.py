@@ -32,8 +32,9 @@ from eval_service.controller.serving import ServedParts, Serving
 from eval_service.controller.sizing import Sizes, worth
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database, Fenced
-from eval_service.ledger.intents import Bounds, Intents
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
@@ -45,8 +46,10 @@ from router.limits import Limits
 from router.proxy import Table, TableReport
 from router.router import Router
 
-TICK_S = 0.5  # whatever changes wakes it; this is for what only time changes
+TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
+TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
 LIFE_S = 1.0
+_ALWAYS = ("engines", "housekeeping", "life")
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
 _CLOSE_S = 5.0
@@ -181,17 +184,20 @@ class Controller:
             before = await ledger(ScaleOrders(self._parts.database, groups).decided)
             sizes = Sizes(groups, before, self._clock)
             self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, sizes, self.wake, self._clock)
+            woken = True
             try:
                 while self._goes_on():
-                    await self._tick(acting)
-                    await self._rest()
+                    await self._tick(acting, woken=woken)
+                    woken = await self._rest()
             finally:
                 self._acting = None
                 await acting.close()
                 await asyncio.to_thread(scorers.close)
 
-    async def _tick(self, acting: _Acting) -> None:
-        for name, step in acting.steps():
+    async def _tick(self, acting: _Acting, *, woken: bool) -> None:
+        everything = woken or bool(self.troubles)
+        await self._tried("changes", acting.look_for_changes)
+        for name, step in acting.steps(everything=everything):
             if self._goes_on():
                 await self._tried(name, step)
                 self._beat = self._clock()
@@ -199,10 +205,13 @@ class Controller:
     def _goes_on(self) -> bool:
         return not self._stopping and not self.fenced
 
-    async def _rest(self) -> None:
+    async def _rest(self) -> bool:
+        """Wait for the next tick; whether somebody asked for it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), TICK_S)
+        woken = self._wake.is_set()
         self._wake.clear()
+        return woken
 
 
 class _Acting:
@@ -228,6 +237,8 @@ class _Acting:
         self._lanes: dict[str, Lane] = {}
         self._served: dict[str, int] = {}
         self._shown_at = float("-inf")
+        self._number: int | None = None  # of the ledger's changes, when all of it was last looked at
+        self._look_at = float("-inf")
         eval_group = parts.config.groups[EVAL_GROUP]
         self._costs = Costs(eval_group.server_concurrency)
         self.fleet = Fleet(
@@ -267,9 +278,18 @@ class _Acting:
             self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
         )
 
-    def steps(self) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
-        """What one look at everything consists of. Leases come first: an idle engine waits for nobody."""
-        return (
+    async def look_for_changes(self) -> None:
+        """Whether the ledger is as it was when all of it was last looked at."""
+        number = await self._ledger(self._moves.changes)
+        if number != self._number:
+            self._number, self._look_at = number, float("-inf")
+
+    def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
+        """What one look consists of, leases first: an idle engine waits for nobody; little where nothing changed."""
+        little = not everything and not self._lanes and self._clock() < self._look_at
+        if not little:
+            self._look_at = self._clock() + TIME_S
+        steps = (
             ("engines", self._look_at_engines),
             ("servings", self._serve),
             ("leases", self._lease),
@@ -282,6 +302,7 @@ class _Acting:
             ("housekeeping", self._housekeeping.tick),
             ("life", self._show_life),
         )
+        return tuple(step for step in steps if not little or step[0] in _ALWAYS)
 
     async def close(self) -> None:
         """Stop every task; nothing is written for what was under way."""
@@ -297,6 +318,7 @@ class _Acting:
             await asyncio.gather(*stuck, return_exceptions=True)
         await self._admissions.close()
         await self._housekeeping.close()
+        await asyncio.to_thread(self._moves.close)
 
     # --- engines
 
@@ -453,5 +475,5 @@ class _Acting:
             return
         upstreams = self._router.stats().upstreams
         view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
-        await self._ledger(self._moves.show_life, view.model_dump_json())
+        await self._ledger(self._moves.show_life, view)
         self._shown_at = now

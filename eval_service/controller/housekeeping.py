@@ -17,7 +17,7 @@ from typing import Any
 
 from eval_service.contract.errors import EvalfleetError, SnapshotFault
 from eval_service.contract.manifest import read_manifest
-from eval_service.controller.db import LedgerThread
+from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.controller.run_threads import RunThreads
 from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import (
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
 SCAN_S = 60.0  # for one look at one run's directory
 DELETE_S = 600.0  # for one deletion
+CHECKPOINT_S = 5.0  # what a power cut may take of what was answered
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 _Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -68,6 +69,7 @@ class Housekeeping:
         self._ledger = ledger
         self._next_scan = 0.0
         self._next_leftovers = 0.0
+        self._next_checkpoint = 0.0
         self._collect = True
         self._collect_at = float("-inf")
         self._letting_go: dict[str, list[Held]] = defaultdict(list)
@@ -76,6 +78,7 @@ class Housekeeping:
         self._alone: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a run's deletions go one after another
         self._scans = RunThreads("scan")
         self._deletions = RunThreads("gc")
+        self._checkpoint_threads = DaemonThreads("checkpoint")
 
     def something_settled(self) -> None:
         """A point ended: there may be something to delete."""
@@ -89,6 +92,8 @@ class Housekeeping:
             self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
+        if now >= self._next_checkpoint and self._start("checkpoint", self._checkpoint):
+            self._next_checkpoint = now + CHECKPOINT_S
         if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
             self._collect = False
 
@@ -243,9 +248,14 @@ class Housekeeping:
         if not await self._ledger(self._retention.forget, place.run):
             self._collect = True
 
+    async def _checkpoint(self) -> None:
+        """In a thread of its own: the disk may take long, and nobody else need wait for it."""
+        await self._checkpoint_threads.run(self._retention.tend)
+
     # --- what is left over
 
     async def _sweep(self) -> None:
+        await self._ledger(self._retention.forget_events)
         for place in await self._ledger(self._retention.places):
             if self._deletions.free(place.run):
                 self._start(f"leftovers: run {place.run}", partial(self._sweep_run, place))

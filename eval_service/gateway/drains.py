@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from eval_service.contract.wire import DrainRequest, Receipt
-from eval_service.gateway.services import LONG_POLL_S, Given, Services
+from eval_service.gateway.services import Given, Services
+from eval_service.gateway.waiting import LONG_POLL_S
 
 routes = APIRouter(tags=["drain"])
 
@@ -32,12 +33,12 @@ async def receipt(
 
 
 async def _wait(services: Services, drain: str, wait_s: float) -> Receipt:
-    views, intents = services.views, services.intents
-    is_open = await asyncio.to_thread(views.drain_is_open, drain)
-    if is_open and wait_s > 0:
+    found, kept = await asyncio.to_thread(services.views.receipt_as_kept, drain)
+    if found.open and wait_s > 0:
         await services.drains.wait(drain, wait_s)
-        is_open = await asyncio.to_thread(views.drain_is_open, drain)
-    if not is_open:
-        # The controller may have done so already; the first receipt is kept, and all callers get that one.
-        await asyncio.to_thread(intents.end_drain, drain)
-    return await asyncio.to_thread(views.receipt, drain)
+        found, kept = await asyncio.to_thread(services.views.receipt_as_kept, drain)
+    if kept or found.open:
+        return found
+    # The controller has not done so; the first receipt is kept, and all callers get that one.
+    await asyncio.to_thread(services.intents.end_drain, drain)
+    return await asyncio.to_thread(services.views.receipt, drain)

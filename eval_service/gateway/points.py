@@ -14,6 +14,7 @@ from eval_service.contract.results import Comparison, SamplePage
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import PointPage, PointReport, PointView, Step
 from eval_service.gateway.services import Given, Services, carried_out
+from eval_service.ledger.orders import not_on_storage
 from eval_service.suites.comparison import Page, Side, compare
 from eval_service.suites.samples import Wanted, Which, read_samples
 
@@ -42,7 +43,7 @@ def get_point(id: str, services: Given) -> PointView:
 
 
 @routes.get("/points/{id}/samples")
-def get_samples(
+async def get_samples(
     id: str,
     services: Given,
     which: Annotated[tuple[Which, ...], Query(description="of several, those of any")] = (Which.ALL,),
@@ -51,12 +52,12 @@ def get_samples(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> SamplePage:
     """What the model answered, prompt by prompt."""
-    path = _samples_of(services.views.point(id))
-    return read_samples(path, offset=offset, limit=limit, wanted=Wanted.of(which, search))
+    point = await asyncio.to_thread(services.views.point, id)
+    return await services.storage(_samples, point, offset, limit, Wanted.of(which, search))
 
 
 @routes.get("/points/{a}/compare/{b}")
-def compare_points(
+async def compare_points(
     a: str,
     b: str,
     services: Given,
@@ -66,9 +67,8 @@ def compare_points(
 ) -> Comparison:
     """What b's samples say beside a's on the same prompts, and a page of the prompts whose score changed; 409 where
     the two were not asked the same."""
-    first, second = services.views.point(a), services.views.point(b)
-    sides = (_side(first), _side(second))
-    return compare(*sides, direction=second.direction, dataset=dataset, page=Page(offset, limit))
+    first, second = [await asyncio.to_thread(services.views.point, point) for point in (a, b)]
+    return await services.storage(_compared, first, second, dataset, Page(offset, limit))
 
 
 @routes.post("/points/{id}/report", responses=ASKED)
@@ -87,7 +87,8 @@ async def cancel(id: str, services: Given, response: Response) -> PointView:
 @routes.post("/points/{id}/retry", responses=ASKED)
 async def retry(id: str, services: Given, response: Response) -> PointView:
     """A new attempt of an ended point, while its snapshot is there; else 409."""
-    return await _answer(services, id, await asyncio.to_thread(services.orders.retry, id), response)
+    gone = await services.storage(not_on_storage, await asyncio.to_thread(services.orders.place_of, id))
+    return await _answer(services, id, await asyncio.to_thread(services.orders.retry, id, gone), response)
 
 
 @routes.post("/points/{id}/hold")
@@ -102,6 +103,14 @@ def release(id: str, services: Given) -> PointView:
     """Give a held snapshot back to garbage collection."""
     services.orders.release(id)
     return services.views.point(id)
+
+
+def _samples(point: PointView, offset: int, limit: int, wanted: Wanted) -> SamplePage:
+    return read_samples(_samples_of(point), offset=offset, limit=limit, wanted=wanted)
+
+
+def _compared(first: PointView, second: PointView, dataset: str | None, page: Page) -> Comparison:
+    return compare(_side(first), _side(second), direction=second.direction, dataset=dataset, page=page)
 
 
 def _samples_of(point: PointView) -> Path:

@@ -11,7 +11,7 @@ from eval_service.contract.results import Advice, Direction
 from eval_service.contract.wire import Progress, RunCommandReply, RunSpec, RunView
 from eval_service.gateway.services import Given, Services, carried_out
 from eval_service.ledger.advising import Question
-from eval_service.ledger.orders import Asked
+from eval_service.ledger.orders import Asked, not_on_storage
 
 routes = APIRouter(tags=["runs"])
 ASKED: dict[int | str, dict[str, Any]] = {
@@ -20,11 +20,12 @@ ASKED: dict[int | str, dict[str, Any]] = {
 
 
 @routes.put("/runs/{run}")
-def put_run(run: str, spec: RunSpec, services: Given) -> RunView:
+async def put_run(run: str, spec: RunSpec, services: Given) -> RunView:
     """Make a run known, or change what it is."""
-    services.intents.put_run(run, spec)
+    placed = await services.storage(services.intents.placed, run, spec)
+    await asyncio.to_thread(services.intents.put_placed, run, placed)
     services.wake()
-    return services.views.run(run)
+    return await asyncio.to_thread(services.views.run, run)
 
 
 @routes.get("/runs")
@@ -91,7 +92,8 @@ async def cancel(run: str, services: Given, response: Response) -> RunCommandRep
 @routes.post("/runs/{run}/backfill", responses=ASKED)
 async def backfill(run: str, services: Given, response: Response) -> RunCommandReply:
     """Retry what was skipped or failed while its snapshot is there, and tell what was left."""
-    return await _answer(services, await asyncio.to_thread(services.orders.backfill, run), response)
+    gone = await services.storage(not_on_storage, await asyncio.to_thread(services.orders.places_of, run))
+    return await _answer(services, await asyncio.to_thread(services.orders.backfill, run, gone), response)
 
 
 async def _answer(services: Services, asked: Asked, response: Response) -> RunCommandReply:

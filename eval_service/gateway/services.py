@@ -1,101 +1,94 @@
-"""What the routes need, handed in once: the two sides of the ledger that a gateway has, and the waker."""
+"""What the routes need, handed in once: the sides of the ledger that a gateway has, ways to wait, and the waker."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
+from sqlalchemy import Connection
 
+from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.endpoint import Endpoint
+from eval_service.gateway.feed import Feed
+from eval_service.gateway.storage import Storage
+from eval_service.gateway.waiting import SharedLook, Watch
 from eval_service.ledger.advising import Advisor
+from eval_service.ledger.bounds import Bounds
+from eval_service.ledger.changes import Changes
+from eval_service.ledger.database import Database
+from eval_service.ledger.events import EventLog
+from eval_service.ledger.grouped import GroupedWrites
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
 from eval_service.ledger.scaling import ScaleOrders
+from eval_service.ledger.servings import Servings
 from eval_service.ledger.views import Views
 
-LONG_POLL_S = 20.0
 CARRY_OUT_S = 2.0  # how long an order waits for the controller before it answers 202
-LOOK_S = 0.1  # how often a waiting request looks at the ledger
 _T = TypeVar("_T")
 
 
-class SharedLook:
-    """Waits until things are over, by one look at the ledger for all who wait, however many those are.
-
-    Args:
-        over: which of some things are over; it blocks, and runs in a thread.
-    """
-
-    def __init__(self, over: Callable[[Collection[str]], Collection[str]]) -> None:
-        self._over = over
-        self._waiting: dict[asyncio.Future[None], str] = {}
-        self._looking: asyncio.Task[None] | None = None
-
-    async def wait(self, thing: str, wait_s: float) -> None:
-        """Return when it is over, or when `wait_s` (at most `LONG_POLL_S`) have passed.
-
-        Raises:
-            EvalfleetError: what the look raised.
-        """
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[future] = thing
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_on())
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, min(wait_s, LONG_POLL_S))
-        finally:
-            self._waiting.pop(future, None)
-
-    async def _look_on(self) -> None:
-        try:
-            while self._waiting:
-                await self._look()
-                await asyncio.sleep(LOOK_S)
-        finally:
-            self._looking = None
-
-    async def _look(self) -> None:
-        asked = dict(self._waiting)
-        try:
-            found = set(await asyncio.to_thread(self._over, set(asked.values())))
-        except Exception as exc:  # noqa: BLE001 - raised in everybody who waits
-            for future in asked:
-                if not future.done():
-                    future.set_exception(exc)
-            return
-        for future, thing in asked.items():
-            if thing in found and not future.done():
-                future.set_result(None)
-
-
-@dataclass(frozen=True)
 class Services:
     """Handed to every route.
 
-    `wake` tells the controller that there is something to do; it must not block, and may do nothing.
+    Args:
+        wake: tells the controller that there is something to do; it must not block, and may do nothing.
+        proxy_address: host and port of the proxy, if there is one.
     """
 
-    intents: Intents
-    orders: Orders
-    views: Views
-    version: str
-    wake: Callable[[], None]
-    scaling: ScaleOrders
-    endpoint: Endpoint | None = None  # the service has a proxy
-    drains: SharedLook = field(init=False)
-    advisor: Advisor = field(init=False)
+    def __init__(
+        self,
+        database: Database,
+        bounds: Bounds,
+        version: str,
+        wake: Callable[[], None],
+        groups: Mapping[str, GroupConfig],
+        proxy_address: tuple[str, int] | None = None,
+    ) -> None:
+        self.intents = Intents(database, bounds)
+        self.orders = Orders(database)
+        self.views = Views(database, version=version)
+        self.scaling = ScaleOrders(database, groups)
+        self.advisor = Advisor(database)
+        self.endpoint = Endpoint(Servings(database), *proxy_address) if proxy_address is not None else None
+        self.version = version
+        self.wake = wake
+        self.storage = Storage()
+        self.watch = Watch(Changes(database))
+        self.drains = SharedLook(self.views.drains_over, self.watch)
+        self.room = SharedLook(self.views.with_room, self.watch)
+        self.feed = Feed(EventLog(database), self.watch)
+        self._writes = GroupedWrites(database)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "advisor", Advisor(self.views.database))
-        object.__setattr__(self, "drains", SharedLook(self.views.drains_over))
+    async def write(self, work: Callable[[Connection], _T]) -> _T:
+        """Do something within a write transaction, which may be shared with others."""
+        return await asyncio.wrap_future(self._writes.submit(work))
+
+    async def known(self, run: str) -> None:
+        """See that there is such a run.
+
+        Raises:
+            NotFound: there is none.
+        """
+        await asyncio.to_thread(self.views.check_run, run)
+
+    def check(self) -> None:
+        """See that the ledger can be read; what a health check asks, so it waits for no lock.
+
+        Raises:
+            Unavailable: it can't.
+        """
+        self.views.controller_alive()
+
+    def close(self) -> None:
+        """Let what was begun be written."""
+        self._writes.close()
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:
+    # Not a coroutine, it would cost each request a thread.
     return cast("Services", request.app.state.services)
 
 
@@ -107,17 +100,17 @@ async def carried_out(services: Services, numbers: Collection[int], response: Re
     if not numbers:
         return
     services.wake()
-    if not await poll_until(lambda: services.views.carried_out(numbers), bool, CARRY_OUT_S):
+    if not await seen(services, lambda: services.views.carried_out(numbers), bool):
         response.status_code = 202
 
 
-async def poll_until(look: Callable[[], _T], done: Callable[[_T], bool], wait_s: float) -> _T:
-    """Look at the ledger, off the loop, until `done` or until `wait_s` (at most `LONG_POLL_S`) have passed."""
+async def seen(services: Services, look: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
+    """Look at the ledger whenever it changes, until what is seen is enough or `CARRY_OUT_S` have passed."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + min(wait_s, LONG_POLL_S)
+    until = loop.time() + CARRY_OUT_S
     while True:
+        turn = services.watch.turn
         found = await asyncio.to_thread(look)
-        left = until - loop.time()
-        if done(found) or left <= 0:
+        if enough(found) or (left := until - loop.time()) <= 0:
             return found
-        await asyncio.sleep(min(LOOK_S, left))
+        await services.watch.beyond(turn, left)

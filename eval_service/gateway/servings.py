@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from eval_service.contract.errors import Conflict
 from eval_service.contract.serving import ServeRequest, ServingView
 from eval_service.gateway.endpoint import Endpoint
-from eval_service.gateway.services import CARRY_OUT_S, Given, Services, poll_until
+from eval_service.gateway.services import Given, Services, seen
 from eval_service.ledger.servings import ServingRow
 
 routes = APIRouter(tags=["serving"])
@@ -21,7 +21,7 @@ async def serve(id: str, services: Given, request: Request, response: Response, 
     endpoint = _endpoint(services)
     await asyncio.to_thread(endpoint.servings.open, id, asked.for_s)
     services.wake()
-    row = await poll_until(lambda: endpoint.servings.get(id), lambda row: row.engines > 0, CARRY_OUT_S)
+    row = await seen(services, lambda: endpoint.servings.get(id), lambda row: row.engines > 0)
     if not row.engines:
         response.status_code = 202
     return endpoint.view(row, request.url.hostname)
@@ -41,7 +41,7 @@ async def end_serving(id: str, services: Given, request: Request, response: Resp
     row = await asyncio.to_thread(endpoint.servings.get, id)
     await asyncio.to_thread(endpoint.servings.close, id)
     services.wake()
-    left = await poll_until(lambda: endpoint.servings.find(id), lambda row: row is None or not row.closed, CARRY_OUT_S)
+    left = await seen(services, lambda: endpoint.servings.find(id), lambda row: row is None or not row.closed)
     if left is not None:
         response.status_code = 202
     ended = ServingRow(id, row.until, True, left.engines if left else 0, None, None)

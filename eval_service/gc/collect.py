@@ -159,7 +159,8 @@ def _own_name(deletion: Deletion, root: Path) -> str:
     path, own = Path(deletion.path), names.run_dir(root, deletion.run)
     if not names.NONCE.fullmatch(deletion.nonce):
         raise Refused(f"{deletion.nonce!r} is no nonce", field="nonce")
-    if path.parent not in (own, own.parent.resolve() / own.name):
+    # It is known as its trainer wrote it, which may be by way of a link; nothing is done by that name.
+    if not {path.parent, path.parent.resolve()} & {own, own.parent.resolve() / own.name}:
         raise Refused(f"{path} does not lie in the run's own root {own}", field="path")
     if names.parse_step_dir(path.name) != (deletion.step, deletion.digest[:8]):
         raise Refused(f"{path.name} is not the name of step {deletion.step} and {deletion.digest[:8]}", field="path")

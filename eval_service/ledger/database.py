@@ -10,13 +10,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
 from eval_service.ledger.place import check_local, read_mounts
@@ -27,6 +28,8 @@ VERSION = "schema_version"
 CONTROLLER_AT = "controller_at"
 FLEET = "fleet"
 BUSY_TIMEOUT_S = 10.0  # how long a writer waits for others
+_SYNCHRONOUS = "PRAGMA synchronous=NORMAL"
+_MOST_WAL_PAGES = 8192
 CONTROLLER_SILENT_S = 5.0  # a controller that has not shown itself for so long is taken for dead
 
 
@@ -84,17 +87,27 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A consistent read."""
-        with _mapped(), self.engine.connect() as connection:
+        with mapped(), self.engine.connect() as connection:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A write transaction; SQLite takes its one write lock at once."""
-        with _mapped(), self._in_turn(), self.engine.connect() as connection:
-            if self.engine.dialect.name == "sqlite":
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            with _commit(connection):
-                yield connection
+    def writing(self, over: Connection | None = None, *, durable: bool = False) -> Iterator[Connection]:
+        """A write transaction; SQLite takes its one write lock at once.
+
+        Args:
+            over: a connection that the caller keeps; None: one of the pool.
+            durable: a power cut takes neither this nor anything that was committed before it.
+        """
+        sqlite = self.engine.dialect.name == "sqlite"
+        with mapped(), self._in_turn(), self._connected(over) as connection:
+            with _synced(connection) if sqlite and durable else nullcontext():
+                if sqlite:
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                with _commit(connection):
+                    yield connection
+
+    def _connected(self, kept: Connection | None) -> AbstractContextManager[Connection]:
+        return nullcontext(kept) if kept is not None else self.engine.connect()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -110,13 +123,13 @@ class Database:
             self._turnstile.release()
 
     @contextmanager
-    def acting(self, epoch: int) -> Iterator[Connection]:
-        """A write transaction of the controller that took `epoch`.
+    def acting(self, epoch: int, *, durable: bool = False) -> Iterator[Connection]:
+        """A write transaction of the controller that took `epoch`; see `writing`.
 
         Raises:
             Fenced: the epoch has moved on.
         """
-        with self.writing() as connection:
+        with self.writing(durable=durable) as connection:
             self.fence(connection, epoch)
             yield connection
 
@@ -143,7 +156,7 @@ class Database:
 
     def take_epoch(self) -> int:
         """Raise the epoch and return it; only the holder of the lock may call this."""
-        with self.writing() as connection:
+        with self.writing(durable=True) as connection:
             found = connection.execute(select(meta.c.value).where(meta.c.key == EPOCH).with_for_update()).scalar_one()
             epoch = int(found) + 1
             put(connection, EPOCH, str(epoch), self.clock())
@@ -154,6 +167,12 @@ class Database:
         with self.reading() as connection:
             row = connection.execute(select(meta.c.value, meta.c.at).where(meta.c.key == key)).one_or_none()
         return (row.value, row.at) if row else None
+
+    def checkpoint(self) -> None:
+        """Bring what was committed to where a power cut can't take it; nobody's reads or writes wait for it."""
+        if self.engine.dialect.name == "sqlite":
+            with mapped(), self.engine.connect() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
         """Close every connection."""
@@ -202,17 +221,33 @@ def _get(connection: Connection, key: str) -> str | None:
 def _open(parsed: URL) -> Engine:
     if parsed.get_backend_name() != "sqlite":
         return create_engine(parsed, pool_pre_ping=True)
-    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
+    arguments = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
+    # More than threads that may want one: a gateway has some 50 at most.
+    engine = create_engine(parsed, connect_args=arguments, pool_size=16, max_overflow=64)
 
     @event.listens_for(engine, "connect")
     def _tune(connection: sqlite3.Connection, _record: Any) -> None:
         # The driver's own BEGIN would be deferred, and two writers that both began by reading would deadlock.
         connection.isolation_level = None
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")  # an answered dispatch survives a power cut
+        # What is committed outlives the process, also by kill -9. A power cut takes what came after the last
+        # checkpoint, which the controller makes every few seconds; a sync within each commit took longer than all else
+        # of a dispatch.
+        connection.execute(_SYNCHRONOUS)
+        connection.execute(f"PRAGMA wal_autocheckpoint={_MOST_WAL_PAGES}")  # where no controller makes them
         connection.execute("PRAGMA foreign_keys=ON")
 
     return engine
+
+
+@contextmanager
+def _synced(connection: Connection) -> Iterator[None]:
+    connection.exec_driver_sql("PRAGMA synchronous=FULL")
+    try:
+        yield
+    finally:
+        if not connection.invalidated:
+            connection.exec_driver_sql(_SYNCHRONOUS)
 
 
 @contextmanager
@@ -222,12 +257,18 @@ def _commit(connection: Connection) -> Iterator[None]:
     except BaseException:
         connection.rollback()
         raise
-    connection.commit()
+    try:
+        connection.commit()
+    except BaseException:
+        connection.invalidate()  # back in the pool it would go on with what was not committed
+        raise
 
 
 @contextmanager
-def _mapped() -> Iterator[None]:
+def mapped() -> Iterator[None]:
     try:
         yield
     except DBAPIError as exc:
         raise Unavailable(f"the ledger can't be used now: {exc.orig}", field="ledger") from exc
+    except PoolTimeout as exc:
+        raise Unavailable(f"the ledger can't be used now: {exc}", field="ledger") from exc

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, case, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, case, delete, func, insert, literal_column, select, update
 
 from eval_service.contract.errors import Busy, Conflict, InvalidRequest, NotFound
 from eval_service.contract.names import check_run
@@ -29,25 +27,35 @@ from eval_service.contract.wire import (
     RunSpec,
     Source,
 )
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.commands import Command, give
 from eval_service.ledger.database import Database
+from eval_service.ledger.events import drain_moved, points_moved
 from eval_service.ledger.receipts import end_drain
 from eval_service.ledger.schema import commands, drains, links, points, runs, snapshots
 from eval_service.ledger.turn import settle
 
 _OPEN_STATES = tuple(state.value for state in PointState if state not in ENDS)
+# What every dispatch asks is built once: SQLAlchemy takes longer to build a statement than SQLite to answer it.
+OPEN = points.c.state.in_([literal_column(f"'{state}'") for state in _OPEN_STATES])
+_RUN = select(runs).where(runs.c.run == bindparam("of")).with_for_update()
+_HELD = (
+    select(points, snapshots.c.path, snapshots.c.claimed_digest)
+    .outerjoin(snapshots, snapshots.c.id == points.c.snapshot_id)
+    .where(points.c.reservation == bindparam("of"))
+    .order_by(points.c.seq)
+)
+# A reservation stands for the snapshot that is still to come; suites that share one count once.
+IN_FLIGHT = func.count(func.distinct(func.coalesce(points.c.snapshot_id, points.c.reservation)))
+_IN_FLIGHT = select(IN_FLIGHT).where(points.c.run == bindparam("of"), OPEN)
+_LAST_SEQ = select(func.coalesce(func.max(points.c.seq), 0))
+_NEW_POINTS = insert(points)
+_NOTE_RUN = update(runs).where(runs.c.run == bindparam("of"))
+_AS_ASKED = ("run", "step", "reservation", "kind", "force", "priority", "source")
 _FOUND_BY_CHECKS = (
     *("digest", "tensor_digest", "nonce", "manifest", "vocab_size", "admitted_at"),
     *("deleting_at", "deleted_at"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What the service allows: roots for snapshots, and the suites it has."""
-
-    roots: tuple[Path, ...]
-    suites: Collection[str]
 
 
 class Intents:
@@ -66,10 +74,26 @@ class Intents:
             InvalidRequest: a name that can't be one, an unknown suite, or a root outside the service's.
             Conflict: it is being deleted.
         """
+        self.put_placed(run, self.placed(run, spec))
+
+    def placed(self, run: str, spec: RunSpec) -> RunSpec:
+        """What a run is, with the links of its root followed; blocks for as long as the file system does.
+
+        Raises:
+            InvalidRequest: a name that can't be one, an unknown suite, or a root outside the service's.
+        """
         check_run(run)
-        self._check_suites(spec.suites)
-        root = self._inside_roots(spec.root, "root")
-        text = spec.model_copy(update={"root": str(root)}).model_dump_json()
+        self._bounds.check_suites(spec.suites)
+        self._bounds.as_written(spec.root, "root")
+        return spec.model_copy(update={"root": self._bounds.followed(spec.root, "root")})
+
+    def put_placed(self, run: str, spec: RunSpec) -> None:
+        """Write what `placed` made of it.
+
+        Raises:
+            Conflict: the run is being deleted.
+        """
+        text = spec.model_dump_json()
         with self._db.writing() as connection:
             if connection.execute(update(runs).where(runs.c.run == run).values(spec=text)).rowcount == 0:
                 new = {"run": run, "spec": text, "state": "active", "paused": False, "created_at": self._db.clock()}
@@ -94,31 +118,53 @@ class Intents:
             Conflict: the reservation has another step, run, suite or path; or the run is being deleted.
             Busy: the run is at its bound and the caller would wait.
         """
-        path = str(self._inside_roots(request.snapshot, "snapshot")) if request.snapshot is not None else None
+        path = self.as_written(request) or self.followed(request)
         with self._db.writing() as connection:
-            run = run_row(connection, request.run, to_change=True)
-            held = _points_of(connection, request.reservation)
-            if held:
-                _same_or_conflict(request, held, path)
-                outcome = self._arrive(connection, request, held, path) if path else Granted.KNOWN
-            else:
-                outcome = self._admit(connection, request, RunSpec.model_validate_json(run["spec"]), path)
-            _note_run(connection, request, run, self._db.clock())
-            return _reply(request, outcome, _points_of(connection, request.reservation))
+            return self.dispatch_within(connection, request, path)
 
-    def _admit(self, connection: Connection, request: DispatchRequest, spec: RunSpec, path: str | None) -> Granted:
+    def as_written(self, request: DispatchRequest) -> str | None:
+        """The path that a dispatch's snapshot is known by, if it has one and that can be told as it is written.
+
+        Raises:
+            InvalidRequest: it is no absolute path.
+        """
+        return None if request.snapshot is None else self._bounds.as_written(request.snapshot, "snapshot")
+
+    def followed(self, request: DispatchRequest) -> str | None:
+        """The same with its links followed; blocks for as long as the file system does.
+
+        Raises:
+            InvalidRequest: it lies outside the service's roots.
+        """
+        return None if request.snapshot is None else self._bounds.followed(request.snapshot, "snapshot")
+
+    def dispatch_within(self, connection: Connection, request: DispatchRequest, path: str | None) -> DispatchReply:
+        """Do what `dispatch` does within a write transaction; what it raises leaves that to be rolled back."""
+        run = run_row(connection, request.run, to_change=True)
+        held: Sequence[Mapping[Any, Any]] = _points_of(connection, request.reservation)
+        if held:
+            _same_or_conflict(request, held, path)
+            outcome = self._arrive(connection, request, held, path) if path else Granted.KNOWN
+        else:
+            outcome, held = self._admit(connection, request, RunSpec.model_validate_json(run["spec"]), path)
+        _note_run(connection, request, run, self._db.clock())
+        return _reply(request, outcome, held)
+
+    def _admit(
+        self, connection: Connection, request: DispatchRequest, spec: RunSpec, path: str | None
+    ) -> tuple[Granted, Sequence[Mapping[Any, Any]]]:
         suites = request.suites if request.suites is not None else spec.suites
-        self._check_suites(suites)
+        self._bounds.check_suites(suites)
         if not suites:
             raise InvalidRequest("no suite is named", field="suites", hint="leave it out for all of the run's")
         verdict = Granted.GRANTED if path is None else Granted.TAKEN
         free = request.deferred or _has_room(connection, request, spec, path)
         if not free and not self._over_bound(connection, request, spec):
             verdict = Granted.SKIPPED
-        self._insert(connection, request, suites, verdict)
+        rows = self._insert(connection, request, suites, verdict)
         if path is not None:
-            self._arrive(connection, request, _points_of(connection, request.reservation), path)
-        return verdict
+            self._arrive(connection, request, rows, path)
+        return verdict, rows
 
     def _over_bound(self, connection: Connection, request: DispatchRequest, spec: RunSpec) -> bool:
         """Whether the point comes in although the run is at its bound."""
@@ -134,33 +180,28 @@ class Intents:
 
     def _insert(
         self, connection: Connection, request: DispatchRequest, suites: Sequence[str], verdict: Granted
-    ) -> None:
+    ) -> list[dict[str, Any]]:
         now = self._db.clock()
-        seq = connection.execute(select(func.coalesce(func.max(points.c.seq), 0))).scalar_one()
+        seq = connection.execute(_LAST_SEQ).scalar_one()
         skipped = verdict is Granted.SKIPPED
-        for offset, suite in enumerate(dict.fromkeys(suites), start=1):
-            connection.execute(
-                insert(points).values(
-                    id=uuid.uuid4().hex,
-                    seq=seq + offset,
-                    run=request.run,
-                    step=request.step,
-                    suite=suite,
-                    reservation=request.reservation,
-                    kind=request.kind,
-                    force=request.force,
-                    priority=request.priority,
-                    source=request.source,
-                    state=PointState.SKIPPED if skipped else PointState.RESERVED,
-                    reason=Reason.BUSY if skipped else None,
-                    detail="the run was at its bound" if skipped else None,
-                    ended_at=now if skipped else None,
-                    created_at=now,
-                )
-            )
+        shared: dict[str, Any] = {
+            **{name: getattr(request, name) for name in _AS_ASKED},
+            "state": PointState.SKIPPED if skipped else PointState.RESERVED,
+            "reason": Reason.BUSY if skipped else None,
+            "detail": "the run was at its bound" if skipped else None,
+            "ended_at": now if skipped else None,
+            "created_at": now,
+        }
+        rows = [
+            shared | {"id": uuid.uuid4().hex, "seq": seq + offset, "suite": suite}
+            for offset, suite in enumerate(dict.fromkeys(suites), start=1)
+        ]
+        connection.execute(_NEW_POINTS, rows)
+        points_moved(connection, rows, shared["state"], shared["reason"], now)
+        return [row | {"snapshot_id": None, "timings": "{}"} for row in rows]
 
     def _arrive(
-        self, connection: Connection, request: DispatchRequest, held: Sequence[RowMapping], path: str
+        self, connection: Connection, request: DispatchRequest, held: Sequence[Mapping[Any, Any]], path: str
     ) -> Granted:
         """Name the snapshot of a reservation's points."""
         for row in held:
@@ -202,6 +243,7 @@ class Intents:
                     deadline=now + request.timeout_s,
                 )
             )
+            drain_moved(connection, drain, request.run, now)
         return drain
 
     def end_drain(self, drain: str) -> None:
@@ -220,29 +262,6 @@ class Intents:
         with self._db.writing():
             pass
 
-    # --- checks
-
-    def _check_suites(self, suites: Sequence[str]) -> None:
-        for suite in suites:
-            if suite not in self._bounds.suites:
-                known = ", ".join(sorted(self._bounds.suites))
-                raise InvalidRequest(f"no suite {suite!r}", field="suites", hint=f"the service has: {known}")
-
-    def _inside_roots(self, path: str, field: str) -> Path:
-        if "\0" in path or not Path(path).is_absolute():
-            raise InvalidRequest(f"{path!r} is no absolute path", field=field)
-        try:
-            resolved = Path(path).resolve()
-        except (OSError, RuntimeError, ValueError) as exc:  # a loop of links, or a name that can't be one
-            raise InvalidRequest(f"{path!r} can't be resolved", field=field) from exc
-        if not any(resolved.is_relative_to(root) for root in self._bounds.roots):
-            raise InvalidRequest(
-                f"{path} lies outside the service's roots",
-                field=field,
-                hint="put it under one of service.roots in fleet.toml, or add its directory there",
-            )
-        return resolved
-
 
 def run_row(connection: Connection, run: str, *, to_change: bool = False) -> RowMapping:
     """A run's row, for the rest of the transaction.
@@ -251,7 +270,7 @@ def run_row(connection: Connection, run: str, *, to_change: bool = False) -> Row
         NotFound: no such run.
         Conflict: it is to be changed, but is being deleted.
     """
-    row = connection.execute(select(runs).where(runs.c.run == run).with_for_update()).mappings().one_or_none()
+    row = connection.execute(_RUN, {"of": run}).mappings().one_or_none()
     if row is None:
         raise NotFound(f"no run {run!r}", field="run", hint=f"make it known with PUT /runs/{run}")
     if to_change and row["deleted_at"] is not None:
@@ -265,16 +284,14 @@ def _note_run(connection: Connection, request: DispatchRequest, run: RowMapping,
     if request.kind is not Kind.MANUAL and not request.deferred and (run["step"] is None or run["step"] < request.step):
         values |= {"step": request.step, "progress_at": now}
     if values:
-        connection.execute(update(runs).where(runs.c.run == request.run).values(**values))
+        connection.execute(_NOTE_RUN, {"of": request.run, **values})
 
 
 def _points_of(connection: Connection, reservation: str) -> Sequence[RowMapping]:
-    query = select(points, snapshots.c.path, snapshots.c.claimed_digest)
-    query = query.outerjoin(snapshots, snapshots.c.id == points.c.snapshot_id)
-    return connection.execute(query.where(points.c.reservation == reservation).order_by(points.c.seq)).mappings().all()
+    return connection.execute(_HELD, {"of": reservation}).mappings().all()
 
 
-def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping], path: str | None) -> None:
+def _same_or_conflict(request: DispatchRequest, held: Sequence[Mapping[Any, Any]], path: str | None) -> None:
     first = held[0]
     if (first["run"], first["step"]) != (request.run, request.step):
         raise Conflict(
@@ -292,7 +309,7 @@ def _same_or_conflict(request: DispatchRequest, held: Sequence[RowMapping], path
             raise Conflict(f"reservation {request.reservation} has another snapshot: {row['path']}", field="snapshot")
 
 
-def _note_costs(connection: Connection, row: RowMapping, request: DispatchRequest) -> None:
+def _note_costs(connection: Connection, row: Mapping[Any, Any], request: DispatchRequest) -> None:
     """What the export cost the trainer; the scan may have taken the snapshot in before the trainer could say."""
     asked = {"stall_s": request.stall_s, "export_s": request.export_s, "canary_s": request.canary_s}
     told = {name: value for name, value in asked.items() if value is not None}
@@ -301,7 +318,7 @@ def _note_costs(connection: Connection, row: RowMapping, request: DispatchReques
         connection.execute(update(points).where(points.c.id == row["id"]).values(timings=timings))
 
 
-def _may_arrive(row: RowMapping) -> bool:
+def _may_arrive(row: Mapping[Any, Any]) -> bool:
     if row["snapshot_id"] is not None:
         return False
     # A reservation that expired while its export ran on is taken up again: the snapshot was paid for.
@@ -311,13 +328,11 @@ def _may_arrive(row: RowMapping) -> bool:
 
 def _has_room(connection: Connection, request: DispatchRequest, spec: RunSpec, path: str | None) -> bool:
     """Whether the run is below its bound of snapshots in flight, or this one is among them already."""
-    is_open = (points.c.run == request.run) & points.c.state.in_(_OPEN_STATES)
-    # A reservation stands for the snapshot that is still to come; suites that share one count once.
-    of_each = func.count(func.distinct(func.coalesce(points.c.snapshot_id, points.c.reservation)))
-    if connection.execute(select(of_each).where(is_open)).scalar_one() < spec.max_in_flight:
+    if connection.execute(_IN_FLIGHT, {"of": request.run}).scalar_one() < spec.max_in_flight:
         return True
     if path is None:
         return False
+    is_open = (points.c.run == request.run) & OPEN
     query = select(points.c.id).join(snapshots, snapshots.c.id == points.c.snapshot_id)
     same = (snapshots.c.step == request.step) & (snapshots.c.path == path)
     return connection.execute(query.where(is_open, same).limit(1)).first() is not None
@@ -325,7 +340,7 @@ def _has_room(connection: Connection, request: DispatchRequest, spec: RunSpec, p
 
 def _give_way(connection: Connection, run: str, now: float) -> bool:
     """Let the oldest snapshot that only waits and is not forced give way to a later one, with all its points."""
-    is_open = (points.c.run == run) & points.c.state.in_(_OPEN_STATES)
+    is_open = (points.c.run == run) & OPEN
     asked = select(commands.c.target).where(commands.c.kind == Command.GIVE_WAY, commands.c.done_at.is_(None))
     stays = (points.c.state != PointState.QUEUED) | points.c.force.is_(True) | points.c.id.in_(asked)
     query = select(points.c.snapshot_id).where(is_open, points.c.snapshot_id.is_not(None))
@@ -362,7 +377,7 @@ def _may_have_changed(row: RowMapping, request: DispatchRequest) -> bool:
     return other or (row["settled_at"] is not None and row["source"] != Source.STAGING)
 
 
-def _reply(request: DispatchRequest, outcome: Granted, rows: Sequence[RowMapping]) -> DispatchReply:
+def _reply(request: DispatchRequest, outcome: Granted, rows: Sequence[Mapping[Any, Any]]) -> DispatchReply:
     if outcome is Granted.KNOWN and all(row["state"] == PointState.SKIPPED for row in rows):
         outcome = Granted.SKIPPED
     refs = tuple(

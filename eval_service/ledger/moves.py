@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.results import Alarm, Direction, Metric
 from eval_service.contract.states import PinProof, PointState, Reason
+from eval_service.contract.wire import FleetView
 from eval_service.ledger import carrying, watching
+from eval_service.ledger.changes import Changes
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
+from eval_service.ledger.events import fleet_changed
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
 from eval_service.ledger.schema import attempts, links, points, runs, snapshots
@@ -93,6 +97,8 @@ class Moves:
         self._db = database
         self.epoch = epoch
         self._max_attempts = max_attempts
+        self._changes = Changes(database)
+        self._told: FleetView | None = None  # what the last event of the fleet left off with
 
     # --- intents
 
@@ -119,11 +125,32 @@ class Moves:
             done += carrying.expire_reservations(turn, reservation_timeout_s)
             return done
 
-    def show_life(self, fleet: str) -> None:
+    def show_life(self, fleet: FleetView) -> None:
         """Write the controller's sign of life and the fleet as it sees it."""
-        with self._turn() as turn:
-            put(turn.connection, CONTROLLER_AT, str(self.epoch), turn.now)
-            put(turn.connection, FLEET, fleet, turn.now)
+        before = self._told or self._last_fleet()
+        now = self._db.clock()
+        with self._changes.writing() as connection:
+            self._db.fence(connection, self.epoch)
+            put(connection, CONTROLLER_AT, str(self.epoch), now)
+            put(connection, FLEET, fleet.model_dump_json(), now)
+            fleet_changed(connection, before, fleet, now)
+        self._told = fleet
+
+    def close(self) -> None:
+        """Give up the connection that signs of life are written over."""
+        self._changes.close()
+
+    def changes(self) -> int:
+        """A number that differs from the last one if the ledger was written to, but for signs of life."""
+        return self._changes()
+
+    def _last_fleet(self) -> FleetView:
+        """As a former controller left it."""
+        found = self._db.read_meta(FLEET)
+        with suppress(ValidationError):  # another version may have written it
+            if found is not None:
+                return FleetView.model_validate_json(found[0])
+        return FleetView(groups=(), seen_at=None)
 
     def tend_drains(self) -> int:
         """Cancel what overdue drains want cancelled, and write receipts of those that are over; returns how many."""

@@ -5,7 +5,7 @@ What moves a point is written as a command, which the controller carries out; th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,17 +59,33 @@ class Orders:
         """
         return self._order(Command.CANCEL, point, "cancelled by a user", already=PointState.CANCELLED)
 
-    def retry(self, point: str) -> tuple[int, ...]:
+    def place_of(self, point: str) -> frozenset[str]:
+        """The directory that a retry of a point needs, if it has one.
+
+        Raises:
+            NotFound: no such point.
+        """
+        with self._db.reading() as connection:
+            return _places([_point(connection, point)])
+
+    def places_of(self, run: str) -> frozenset[str]:
+        """The directories that a backfill of a run needs."""
+        with self._db.reading() as connection:
+            return _places(_lacking(connection, run))
+
+    def retry(self, point: str, gone: Collection[str] = ()) -> tuple[int, ...]:
         """A new attempt of an ended point, while its snapshot is there.
+
+        Args:
+            gone: directories that are not there; see `not_on_storage`.
 
         Raises:
             NotFound: no such point.
             Conflict: it has not ended, is done, a newer one counts, or its snapshot is not there.
         """
-        with self._db.reading() as connection:
-            gone = _not_on_storage(_point(connection, point))
         with self._db.writing() as connection:
-            _refuse(objection(Command.RETRY, _point(connection, point)) or gone)
+            row = _point(connection, point)
+            _refuse(objection(Command.RETRY, row) or _is_gone(row, gone))
             return (give(connection, Command.RETRY, point, None, self._db.clock()),)
 
     def hold(self, point: str) -> None:
@@ -117,14 +133,16 @@ class Orders:
             rows = connection.execute(query.order_by(points.c.seq)).mappings().all()
             return self._give_all(connection, run, Command.CANCEL, rows, "the run was cancelled by a user")
 
-    def backfill(self, run: str) -> Asked:
-        """Retry what was skipped or failed and counts, while its snapshot is there; tell what was left, and why."""
-        with self._db.reading() as connection:
-            gone = {row["id"]: _not_on_storage(row) for row in _lacking(connection, run)}
+    def backfill(self, run: str, gone: Collection[str] = ()) -> Asked:
+        """Retry what was skipped or failed and counts, while its snapshot is there; tell what was left, and why.
+
+        Args:
+            gone: directories that are not there; see `not_on_storage`.
+        """
         with self._db.writing() as connection:
             run_row(connection, run, to_change=True)
             lacking = _lacking(connection, run)
-            why = {row["id"]: objection(Command.RETRY, row) or gone.get(row["id"]) for row in lacking}
+            why = {row["id"]: objection(Command.RETRY, row) or _is_gone(row, gone) for row in lacking}
             able = [row for row in lacking if why[row["id"]] is None]
             left = tuple(
                 LeftPoint(point=row["id"], step=row["step"], suite=row["suite"], why=found[0])
@@ -195,12 +213,20 @@ def _lacking(connection: Connection, run: str) -> list[RowMapping]:
     return [row for row in current(rows) if row["state"] in (PointState.SKIPPED, PointState.FAILED)]
 
 
-def _not_on_storage(row: RowMapping) -> tuple[str, str | None] | None:
-    """One look at the directory: what is gone is told now, and not after an attempt.
+def not_on_storage(places: Collection[str]) -> frozenset[str]:
+    """Those of some directories that are not there: what is gone is told now, and not after an attempt.
 
-    Never within a write transaction: a file system that hangs would hold everybody's writes up.
+    It blocks for as long as the file system does, so it is never called within a transaction.
     """
-    if row["path"] is None or Path(row["path"]).is_dir():
+    return frozenset(place for place in places if not Path(place).is_dir())
+
+
+def _places(rows: Iterable[RowMapping]) -> frozenset[str]:
+    return frozenset(row["path"] for row in rows if row["path"] is not None)
+
+
+def _is_gone(row: RowMapping, gone: Collection[str]) -> tuple[str, str | None] | None:
+    if row["path"] not in gone:
         return None
     return f"its snapshot {row['path']} is not there", "export the step again and dispatch it"
 

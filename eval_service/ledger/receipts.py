@@ -16,15 +16,13 @@ from sqlalchemy import Connection, RowMapping, select, update
 from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import EndedPoint, OnTimeout, Receipt
 from eval_service.ledger.database import CONTROLLER_SILENT_S
+from eval_service.ledger.events import drain_moved
 from eval_service.ledger.schema import drains, points, runs
 
+_NAMED = ("id", "seq", "step", "suite", "state", "reason", "detail", "superseded", "snapshot_id")
+_COUNTED = select(*(points.c[name] for name in _NAMED))
 _ENDS = tuple(state.value for state in ENDS)
 _OPEN = tuple(state.value for state in PointState if state not in ENDS)
-
-
-def is_open(connection: Connection, drain: RowMapping, now: float) -> bool:
-    """Whether a drain still waits; cheap."""
-    return not over(connection, [drain], now)
 
 
 def over(connection: Connection, waiting: Sequence[RowMapping], now: float) -> list[RowMapping]:
@@ -37,7 +35,7 @@ def receipt(connection: Connection, drain: RowMapping, now: float) -> Receipt:
     """A drain's receipt as it stands."""
     if drain["receipt"] is not None:
         return Receipt.model_validate_json(drain["receipt"])
-    rows = connection.execute(select(points).where(points.c.run == drain["run"])).mappings().all()
+    rows = connection.execute(_COUNTED.where(points.c.run == drain["run"])).mappings().all()
     return _receipt(drain, current(rows), now)
 
 
@@ -62,7 +60,10 @@ def end_drain(connection: Connection, drain: RowMapping, now: float) -> None:
         return
     mine = update(drains).where(drains.c.id == drain["id"], drains.c.ended_at.is_(None))
     ended = connection.execute(mine.values(ended_at=now, receipt=found.model_dump_json()))
-    if ended.rowcount and found.drained:
+    if not ended.rowcount:
+        return
+    drain_moved(connection, drain["id"], drain["run"], now, drained=found.drained)
+    if found.drained:
         connection.execute(update(runs).where(runs.c.run == drain["run"]).values(state="drained"))
 
 

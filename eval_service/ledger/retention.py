@@ -20,6 +20,7 @@ from eval_service.contract.wire import DispatchRequest, Source
 from eval_service.gc.plan import SnapshotRow
 from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
+from eval_service.ledger.events import prune
 from eval_service.ledger.rows import sound
 from eval_service.ledger.schema import attempts, commands, drains, links, points, runs, servings, snapshots
 
@@ -134,8 +135,11 @@ class Retention:
         return True
 
     def claim(self, snapshot: str) -> bool:
-        """Take a snapshot for deletion; False where somebody has come to need it, or may by a command under way."""
-        with self._db.acting(self._epoch) as connection:
+        """Take a snapshot for deletion; False where somebody has come to need it, or may by a command under way.
+
+        After a power cut the ledger must still have the result that made its snapshot needless.
+        """
+        with self._db.acting(self._epoch, durable=True) as connection:
             needed = select(points.c.id).where(points.c.snapshot_id == snapshot, points.c.state.not_in(_ENDS))
             late = (points.c.snapshot_id == snapshot) & (points.c.reason == Reason.RESERVATION_EXPIRED)
             free = update(snapshots).where(
@@ -204,6 +208,15 @@ class Retention:
             connection.execute(delete(drains).where(drains.c.run == run, drains.c.ended_at.is_(None)))
             connection.execute(delete(runs).where(runs.c.run == run))
             return True
+
+    def tend(self) -> None:
+        """Bring what was committed to where a power cut can't take it."""
+        self._db.checkpoint()
+
+    def forget_events(self) -> None:
+        """Drop all but the newest events."""
+        with self._db.acting(self._epoch) as connection:
+            prune(connection)
 
     def reserved_runs(self) -> frozenset[str]:
         """Runs whose trainer may be exporting."""

@@ -173,6 +173,18 @@ drains = Table(
     Column("receipt", Text),
 )
 
+# What became of things, in the order in which it was committed; the newest are kept, for whoever follows them.
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("kind", String(16), nullable=False),
+    Column("run", String(128)),  # None: of the whole service
+    Column("data", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    sqlite_autoincrement=True,  # a number that was told is never told again, whatever was deleted
+)
+
 # What each version added to tables that were there already: columns that may be null, so older rows stay as they are.
 ADDED: dict[int, tuple[Column[Any], ...]] = {
     3: (points.c.headline, points.c.direction, points.c.suite_digest, points.c.alarms),

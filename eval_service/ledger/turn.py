@@ -16,6 +16,7 @@ from sqlalchemy import Connection, RowMapping, select, update
 
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason, check_transition
 from eval_service.ledger.database import Database
+from eval_service.ledger.events import point_moved
 from eval_service.ledger.schema import attempts, points, runs, snapshots
 
 END_STATES = tuple(state.value for state in ENDS)
@@ -60,6 +61,7 @@ class Turn:
         else:
             values = {"reason": None, "ended_at": None, "lag_steps": None, **values}
         self.connection.execute(update(points).where(points.c.id == point).values(state=new, **values))
+        point_moved(self.connection, row, new, values.get("reason"), self.now)
         if row["snapshot_id"] is not None:
             settle(self.connection, row["snapshot_id"], self.now)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, func, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, func, select
 
 from eval_service.contract.errors import NotFound
 from eval_service.contract.results import Direction
@@ -28,7 +28,8 @@ from eval_service.contract.wire import (
     Timings,
 )
 from eval_service.ledger.database import CONTROLLER_AT, CONTROLLER_SILENT_S, EPOCH, FLEET, Database
-from eval_service.ledger.receipts import is_open, over, receipt
+from eval_service.ledger.intents import IN_FLIGHT, OPEN
+from eval_service.ledger.receipts import over, receipt
 from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
 from eval_service.ledger.watching import from_text
 
@@ -94,13 +95,32 @@ class Views:
             NotFound: no such run.
         """
         with self._db.reading() as connection:
-            return _run_view(connection, _run(connection, run))
+            (view,) = _run_views(connection, [_run(connection, run)])
+            return view
 
     def runs(self) -> tuple[RunView, ...]:
         """All runs."""
         with self._db.reading() as connection:
             rows = connection.execute(select(runs).order_by(runs.c.created_at)).mappings().all()
-            return tuple(_run_view(connection, row) for row in rows)
+            return _run_views(connection, rows)
+
+    def check_run(self, run: str) -> None:
+        """See that there is such a run.
+
+        Raises:
+            NotFound: there is none.
+        """
+        with self._db.reading() as connection:
+            _run(connection, run)
+
+    def with_room(self, asked: Collection[str]) -> frozenset[str]:
+        """Those of some runs that are below their bound, or of which there is something else to say."""
+        with self._db.reading() as connection:
+            query = select(runs.c.run, runs.c.spec).where(runs.c.run.in_(asked), runs.c.deleted_at.is_(None))
+            bounds = {run: int(json.loads(spec)["max_in_flight"]) for run, spec in connection.execute(query)}
+            counted = select(points.c.run, IN_FLIGHT).where(points.c.run.in_(asked), OPEN).group_by(points.c.run)
+            counts = {run: n for run, n in connection.execute(counted)}
+        return frozenset(run for run in asked if run not in bounds or counts.get(run, 0) < bounds[run])
 
     def fleet(self) -> FleetView:
         """Engines, as the controller last saw them."""
@@ -153,17 +173,17 @@ class Views:
         Raises:
             NotFound: no such drain.
         """
-        with self._db.reading() as connection:
-            return receipt(connection, _drain(connection, drain), self._db.clock())
+        return self.receipt_as_kept(drain)[0]
 
-    def drain_is_open(self, drain: str) -> bool:
-        """Whether a drain still waits; what many callers may ask all the time.
+    def receipt_as_kept(self, drain: str) -> tuple[Receipt, bool]:
+        """A drain's receipt as it stands, and whether it is the one that everybody gets from now on.
 
         Raises:
             NotFound: no such drain.
         """
         with self._db.reading() as connection:
-            return is_open(connection, _drain(connection, drain), self._db.clock())
+            row = _drain(connection, drain)
+            return receipt(connection, row, self._db.clock()), row["receipt"] is not None
 
     def drains_over(self, drains_asked: Collection[str]) -> frozenset[str]:
         """Those of some drains that wait no longer, or that are not there; one look for all who wait."""
@@ -201,26 +221,43 @@ def _run(connection: Connection, run: str) -> RowMapping:
     return row
 
 
-def _run_view(connection: Connection, row: RowMapping) -> RunView:
-    by_state = select(points.c.state, func.count()).where(points.c.run == row["run"]).group_by(points.c.state)
-    counts = {PointState(state): n for state, n in connection.execute(by_state).all()}
-    kept = select(func.count()).select_from(snapshots)
-    kept = kept.where(snapshots.c.run == row["run"], snapshots.c.deleted_at.is_(None), snapshots.c.nonce.is_not(None))
-    kept = kept.where(snapshots.c.source == Source.STAGING)
-    done = select(points.c.suite, points.c.score).where(points.c.run == row["run"], points.c.state == PointState.DONE)
-    done = done.where(points.c.superseded.is_(False))
-    scores = connection.execute(done.where(points.c.score.is_not(None)).order_by(points.c.step, points.c.seq)).all()
-    return RunView(
-        run=row["run"],
-        spec=RunSpec.model_validate_json(row["spec"]),
-        state=_run_state(row),
-        step=row["step"],
-        progress_at=row["progress_at"],
-        created_at=row["created_at"],
-        points=counts,
-        snapshots_kept=connection.execute(kept).scalar_one(),
-        metrics={suite: score for suite, score in scores},
+def _run_views(connection: Connection, rows: Sequence[RowMapping]) -> tuple[RunView, ...]:
+    """Three queries, however many runs there are."""
+    of_one = [points.c.run == row["run"] for row in rows] if len(rows) == 1 else []
+    kept_of_one = [snapshots.c.run == row["run"] for row in rows] if len(rows) == 1 else []
+    by_state = select(points.c.run, points.c.state, func.count()).where(*of_one).group_by(points.c.run, points.c.state)
+    counts: dict[str, dict[PointState, int]] = defaultdict(dict)
+    for run, state, n in connection.execute(by_state):
+        counts[run][PointState(state)] = n
+    kept = select(snapshots.c.run, func.count()).where(snapshots.c.deleted_at.is_(None), snapshots.c.nonce.is_not(None))
+    kept = kept.where(snapshots.c.source == Source.STAGING, *kept_of_one).group_by(snapshots.c.run)
+    kept_of = {run: n for run, n in connection.execute(kept)}
+    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    for run, suite, score in connection.execute(_last_scores(of_one)):
+        scores[run][suite] = score
+    return tuple(
+        RunView(
+            run=row["run"],
+            spec=RunSpec.model_validate_json(row["spec"]),
+            state=_run_state(row),
+            step=row["step"],
+            progress_at=row["progress_at"],
+            created_at=row["created_at"],
+            points=counts[row["run"]],
+            snapshots_kept=kept_of.get(row["run"], 0),
+            metrics=scores[row["run"]],
+        )
+        for row in rows
     )
+
+
+def _last_scores(of_one: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """The score of each run's and suite's last step that has one."""
+    counts = (points.c.state == PointState.DONE) & points.c.superseded.is_(False) & points.c.score.is_not(None)
+    last_first = (points.c.step.desc(), points.c.seq.desc())
+    place = func.row_number().over(partition_by=(points.c.run, points.c.suite), order_by=last_first).label("place")
+    ranked = select(points.c.run, points.c.suite, points.c.score, place).where(counts, *of_one).subquery()
+    return select(ranked.c.run, ranked.c.suite, ranked.c.score).where(ranked.c.place == 1)
 
 
 def _run_state(row: RowMapping) -> str:

@@ -1,4 +1,4 @@
-"""The Serve application `evalfleet`: gateway (ingress), controller, and one deployment a group of engines.
+"""The Serve application `evalfleet`: gateway, controller, and one deployment a group of engines.
 
 Serve places, health-checks, restarts and scales; what they do is in modules that know nothing of Ray.
 """
@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
@@ -27,16 +26,9 @@ from eval_service.engine.runner import EngineRunner
 from eval_service.engine.server import BootOptions
 from eval_service.engine.start_guard import StartGuard
 from eval_service.fleet_config import GroupConfig
-from eval_service.gateway.app import build_app
-from eval_service.gateway.endpoint import Endpoint
-from eval_service.gateway.services import Services
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
-from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
-from eval_service.ledger.orders import Orders
-from eval_service.ledger.scaling import ScaleOrders
-from eval_service.ledger.servings import Servings
-from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.scaling import DesiredCount
@@ -52,36 +44,44 @@ _POLL_TIMEOUT_S = 10.0
 WAKE_EVERY_S = 0.05  # a call over Serve costs as much as the dispatch that it tells of
 _STOP_S = 5.0
 ENGINE_NICENESS = 15  # Ray's own for what it starts
+_HTTP_GRACE_S = 2.0
 # Three checks in a row must fail. All wait for the controller, so that one is given up sooner than the others. An
 # engine's replica is lost to the controller after `engine_lost_s` anyway; on a busy host its loop may be late, and
 # ending it would cost a start of SGLang.
 _CHECK_TIMEOUT_S = 2.0
-_CONTROLLER_CHECK_TIMEOUT_S = 1.5
+_CONTROLLER_CHECK_TIMEOUT_S = 1.2
 _ENGINE_CHECK_TIMEOUT_S = 10.0
 _ENGINE_STOP_S = 10.0  # beside what it may take to hand its samples over
 
 
 class GatewayDeployment:
-    """The ingress: the FastAPI application over the ledger."""
+    """The FastAPI application over the ledger, on a port of its own."""
 
     def __init__(self, settings: Settings, controller: DeploymentHandle, others: list[DeploymentHandle]) -> None:
         del others  # named so that Serve deploys them with the application
+        # Only here: no other replica needs FastAPI and uvicorn, and a new controller is waited for.
+        from eval_service.gateway.app import build_app
+        from eval_service.gateway.services import Services
+        from eval_service.serve.http_server import HttpServer
+
         self._controller = controller
         database = Database(settings.ledger)
-        bounds = Bounds(settings.fleet.service.roots, load_suites(settings.suites).keys())
+        service = settings.fleet.service
+        bounds = Bounds(service.roots, load_suites(settings.suites).keys())
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
-        known = version("evalfleet")
-        views = Views(database, version=known)
-        scaling = ScaleOrders(database, settings.fleet.groups)
-        address = settings.proxy_address
-        endpoint = Endpoint(Servings(database), *address) if address is not None else None
-        self._services = Services(
-            Intents(database, bounds), Orders(database), views, known, self._wake, scaling, endpoint
-        )
+        groups, address = settings.fleet.groups, settings.proxy_address
+        self._services = services = Services(database, bounds, version("evalfleet"), self._wake, groups, address)
+        self._http = HttpServer(lambda: build_app(services), service.host, service.port, grace_s=_HTTP_GRACE_S)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._services)
+    async def check_health(self) -> None:
+        """Raises when the requests' loop has ended or the ledger can't be read; does not answer when either hangs."""
+        await self._http.check()
+        await asyncio.to_thread(self._services.check)
+
+    async def __del__(self) -> None:
+        await self._http.stop()
+        self._services.close()
 
     def _wake(self) -> None:
         """Best effort: the controller also looks by itself. From any thread."""
@@ -218,7 +218,7 @@ class PlaceholderDeployment:
 
 
 def build(settings: Settings) -> Any:
-    """Bind the deployments into one application; the gateway is its ingress."""
+    """Bind the deployments into one application; the gateway stands for it."""
     # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
     grace_s = settings.fleet.service.controller_grace_s
     controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=grace_s)
@@ -228,8 +228,14 @@ def build(settings: Settings) -> Any:
         for name, group in settings.fleet.groups.items()
         if (found := _group(settings, name, group, controller)) is not None
     ]
-    gateway = _deployment(serve.ingress(None)(GatewayDeployment), "gateway", graceful_shutdown_timeout_s=2.0)
-    return gateway.bind(settings, controller, [*groups, *_proxy(settings, controller)])
+    gateway = _deployment(GatewayDeployment, "gateway", graceful_shutdown_timeout_s=_HTTP_GRACE_S + 2.0)
+    # Its port is that of the address which the service is known by, so it goes where that leads to.
+    others = [*groups, *_proxy(settings, controller)]
+    return gateway.options(ray_actor_options=_on_head()).bind(settings, controller, others)
+
+
+def _on_head() -> dict[str, Any]:
+    return {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE: 0.001}}
 
 
 def _proxy(settings: Settings, controller: Any) -> list[Any]:
@@ -237,8 +243,7 @@ def _proxy(settings: Settings, controller: Any) -> list[Any]:
     if (proxy := settings.proxy) is None:
         return []
     part = _deployment(ProxyDeployment, "proxy", graceful_shutdown_timeout_s=proxy.grace_s + 5.0)
-    head = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE: 0.001}}
-    return [part.options(ray_actor_options=head).bind(proxy, controller)]
+    return [part.options(ray_actor_options=_on_head()).bind(proxy, controller)]
 
 
 def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:

@@ -7,6 +7,8 @@ it. A joined one must have been given one.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -15,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,6 +28,8 @@ from eval_service.fleet_config import FleetConfig, load_fleet
 from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
+_PORT_S = 15.0
+_PORT_LOOK_S = 0.2
 _TOKEN_FILE = "ray-token"
 
 
@@ -47,8 +52,10 @@ def serve_forever(
         _need_token(address)
     settings = Settings(fleet, suites_path.resolve())
     check(settings)
-    if address is None and settings.proxy is not None:
-        _refuse_taken(settings.proxy.host, settings.proxy.port)
+    if address is None:
+        _check_port(fleet.service.host, fleet.service.port, "service.port")
+        if settings.proxy is not None:
+            _check_port(settings.proxy.host, settings.proxy.port, "service.proxy_port")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Only now: importing Ray takes seconds, and it reads its environment.
@@ -65,10 +72,9 @@ def serve_forever(
             _make_token(temp_dir)
         _init_ray(address, temp_dir)
         settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
-        options = {"host": fleet.service.host, "port": fleet.service.port}
-        serve.start(proxy_location="HeadOnly", http_options=options)
+        serve.start(proxy_location="Disabled")  # the gateway has a port of its own
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
-        serve.run(build(settings), name=APPLICATION, route_prefix="/")
+        _deploy(serve, build(settings), APPLICATION)
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
         if (proxy := settings.proxy) is not None:
             print(f"evalfleet: lanes at http://{proxy.host}:{proxy.port}/lanes/{{point}}", flush=True)
@@ -81,6 +87,16 @@ def serve_forever(
         ray.shutdown()
         if temp_dir is not None:
             shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _deploy(serve: Any, application: Any, name: str) -> None:
+    """Run the application; one that doesn't come up is taken away, or it would be left on a cluster that goes on."""
+    try:
+        serve.run(application, name=name, route_prefix=None)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            serve.delete(name)
+        raise
 
 
 def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]], *, look_s: float = 5.0) -> None:
@@ -110,17 +126,27 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _refuse_taken(host: str, port: int) -> None:
-    """See that the proxy can listen: under Serve it would be started again and again.
+def _check_port(host: str, port: int, key: str, *, patience_s: float = _PORT_S) -> None:
+    """Refuse a port that another service has: the gateway's replicas share it with one another, and so would they.
+
+    Args:
+        patience_s: a service that was killed leaves its port to its gateway for a few seconds more.
 
     Raises:
-        ConfigError: somebody else does, or the address is none of this machine's.
+        ConfigError: with the port.
     """
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as exc:
-        what = f"the proxy can't listen at {host}:{port}: {exc.strerror or exc}"
-        raise ConfigError(what, field="service.proxy_port", hint="name a free one, or 0 for any") from exc
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                return
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                hint = "is another service running? else set another port"
+                raise ConfigError(f"{host}:{port} can't be had: {exc.strerror}", field=key, hint=hint) from exc
+        time.sleep(_PORT_LOOK_S)
 
 
 def _need_token(address: str) -> None:

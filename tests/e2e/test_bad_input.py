@@ -154,6 +154,12 @@ def _link_out(path: Path) -> None:
     (path / "config.json").symlink_to("/etc/hostname")
 
 
+def _leads_out(path: Path) -> None:
+    outside = path.parents[2] / f"outside-{path.name}"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
 @pytest.mark.parametrize(
     ("case", "damage", "reason", "says"),
     [
@@ -162,6 +168,7 @@ def _link_out(path: Path) -> None:
         ("truncated", _shard_cut, Reason.SNAPSHOT_INVALID, "model-00001-of-00002.safetensors"),
         ("index", _index_lies, Reason.SNAPSHOT_INVALID, names.INDEX),
         ("tokenizer", _no_tokenizer, Reason.SNAPSHOT_INVALID, "tokenizer.json"),
+        ("leads-out", _leads_out, Reason.SNAPSHOT_INVALID, "outside the allowed roots"),
         ("link", _link_out, Reason.SNAPSHOT_INVALID, "config.json"),
     ],
 )
@@ -188,7 +195,6 @@ def test_a_directory_that_is_not_what_it_says_is_skipped_by_name(
         ({"run": "nobody"}, 404, "run"),
         ({"reservation": "x"}, 422, "reservation"),
         ({"snapshot": "/etc"}, 422, "snapshot"),
-        ({"snapshot": "{root}/bad/leads-out"}, 422, "snapshot"),
         ({"snapshot": "{root}/../.."}, 422, "snapshot"),
         ({"snapshot": "relative"}, 422, "snapshot"),
     ],
@@ -197,10 +203,6 @@ def test_a_request_that_cannot_be_names_the_field(
     live: Live, change: dict[str, object], status: int, field: str
 ) -> None:
     _put_run(live, "bad")
-    (live.root / "bad").mkdir(exist_ok=True)
-    link = live.root / "bad" / "leads-out"
-    if not link.is_symlink():
-        link.symlink_to("/etc")
     body = {"run": "bad", "step": 1, "reservation": str(uuid.uuid4()), "snapshot": str(live.model)} | change
     body["snapshot"] = str(body["snapshot"]).replace("{root}", str(live.root))
     response = live.http.post("/dispatch", json=body)

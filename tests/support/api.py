@@ -12,10 +12,7 @@ from fastapi import FastAPI
 
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
-from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.services import Services
-from eval_service.ledger.scaling import ScaleOrders
-from eval_service.ledger.servings import Servings
 from tests.support.ledger import Ledger
 
 GROUPS = {
@@ -37,10 +34,9 @@ class Api:
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base)
-        scaling = ScaleOrders(ledger.db, GROUPS)
-        endpoint = Endpoint(Servings(ledger.db), self.proxy_host, 8710) if self.proxy_host else None
-        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake, scaling, endpoint)
-        self.app: FastAPI = build_app(services)
+        address = (self.proxy_host, 8710) if self.proxy_host else None
+        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address)
+        self.app: FastAPI = build_app(self.services)
 
     def _wake(self) -> None:
         self.woken += 1

@@ -43,8 +43,9 @@ from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner, RunnerTimes
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import FleetConfig, GroupConfig
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
-from eval_service.ledger.intents import Bounds, Intents
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
 from eval_service.suites.samples import read_samples

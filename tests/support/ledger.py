@@ -13,8 +13,9 @@ from sqlalchemy import event, select
 from eval_service.contract.manifest import FileEntry, Manifest
 from eval_service.contract.states import LIVE, PinProof, PointState, Reason
 from eval_service.contract.wire import DispatchReply, DispatchRequest, Metric, PointView, RunSpec
+from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
-from eval_service.ledger.intents import Bounds, Intents
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.moves import Facts, Moves, Result
 from eval_service.ledger.orders import Orders
 from eval_service.ledger.retention import Retention
@@ -57,7 +58,8 @@ class Ledger:
         self.db.engine.dispose()
         self.root = self.base / "root"
         self.root.mkdir()
-        self.intents = Intents(self.db, Bounds((self.root,), SUITES))
+        self.bounds = Bounds((self.root,), SUITES)
+        self.intents = Intents(self.db, self.bounds)
         self.orders = Orders(self.db)
         self.views = Views(self.db, version="0")
         self.take_over()

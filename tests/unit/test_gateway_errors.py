@@ -17,7 +17,7 @@ from tests.support.api import Api
 
 # The routes of the API, but for those that are still to come.
 ROUTES = {
-    *("POST /dispatch", "POST /drain", "GET /drains/{id}", "GET /status"),
+    *("POST /dispatch", "POST /drain", "GET /drains/{id}", "GET /status", "GET /events"),
     *("PUT /runs/{run}", "GET /runs", "GET /runs/{run}", "DELETE /runs/{run}"),
     *(f"POST /runs/{{run}}/{verb}" for verb in ("progress", "pause", "resume", "cancel", "backfill")),
     *("GET /points", "GET /points/{id}", "GET /points/{id}/samples", "GET /points/{a}/compare/{b}"),
@@ -146,7 +146,7 @@ def test_a_bug_is_500_internal_and_tells_no_secret(api: Api, monkeypatch: pytest
     def fail() -> None:
         raise RuntimeError("password=hunter2")
 
-    monkeypatch.setattr(api.ledger.views, "runs", fail)
+    monkeypatch.setattr(api.services.views, "runs", fail)
     error = api.error("GET", "/runs", 500)
     assert error["code"] == "internal"
     assert "RuntimeError" in error["message"]

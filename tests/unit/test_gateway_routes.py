@@ -330,7 +330,7 @@ def test_no_such_drain_is_404(api: Api) -> None:
 def show_life(api: Api) -> None:
     engines = (engine("e1", in_flight=3), engine("e2", state=EngineState.RESTARTING))
     group = GroupView(name="eval", kind="pinned", grade="fake", desired=2, ready=1, engines=engines)
-    api.ledger.moves.show_life(FleetView(groups=(group,), seen_at=None).model_dump_json())
+    api.ledger.moves.show_life(FleetView(groups=(group,), seen_at=None))
 
 
 def test_status_and_fleet_show_what_the_controller_last_saw(api: Api) -> None:
@@ -338,7 +338,7 @@ def test_status_and_fleet_show_what_the_controller_last_saw(api: Api) -> None:
     show_life(api)
     api.ledger.queued(1)
     status = StatusView.model_validate(api.get("/status"))
-    assert (status.version, status.epoch, status.controller_alive) == ("0", 1, True)
+    assert (status.version, status.epoch, status.controller_alive) == ("1.2.3", 1, True)
     assert status.engines == {"ready": 1, "restarting": 1}
     assert status.points == {S.QUEUED: 1}
     assert status.runs == {"r1": {S.QUEUED: 1}}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from eval_service.contract.wire import FleetView
+from eval_service.ledger.database import FLEET, put
 from eval_service.ledger.scaling import ScaleOrders
 from tests.support.api import GROUPS, Api
 
@@ -52,8 +54,11 @@ def test_what_has_no_engines_of_ours_cannot_be_scaled(api: Api, group: str, stat
 def test_a_fleet_that_another_version_has_shown_keeps_no_controller_from_acting(api: Api) -> None:
     scaling = ScaleOrders(api.ledger.db, GROUPS)
     assert scaling.decided() == {}
-    api.ledger.moves.show_life('{"groups": [{"name": "eval", "count": 3}]}')
+    with api.ledger.db.writing() as connection:
+        put(connection, FLEET, '{"groups": [{"name": "eval", "count": 3}]}', api.ledger.clock())
     assert scaling.decided() == {}
+    api.ledger.moves.show_life(FleetView(groups=(), seen_at=None))
+    assert api.get("/fleet")["groups"] == []
 
 
 def test_what_is_no_count_is_refused(api: Api) -> None:

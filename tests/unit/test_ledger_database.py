@@ -13,6 +13,7 @@ from sqlalchemy import event, insert, update
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.contract.states import PointState, Reason
+from eval_service.contract.wire import FleetView
 from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.lock import FileLock, lock_of
 from eval_service.ledger.moves import Facts, Moves
@@ -39,7 +40,7 @@ def writes(old: Moves, stale: Retention, ledger: Ledger, queued: str, scoring: s
         "recover": old.recover,
         "take_intents": lambda: old.take_intents(reservation_timeout_s=EXPIRY_S),
         "tend_drains": old.tend_drains,
-        "show_life": lambda: old.show_life("{}"),
+        "show_life": lambda: old.show_life(FleetView(groups=(), seen_at=None)),
         "admit": lambda: old.admit(snapshot, facts),
         "refuse": lambda: old.refuse(snapshot, Reason.CKPT_MISSING, ""),
         "begin_attempt": lambda: old.begin_attempt(queued),
@@ -53,6 +54,7 @@ def writes(old: Moves, stale: Retention, ledger: Ledger, queued: str, scoring: s
         "let_go": stale.let_go,
         "claim": lambda: stale.claim(snapshot),
         "deleted": lambda: stale.deleted(snapshot),
+        "forget_events": stale.forget_events,
         "forget": lambda: stale.forget("r1"),
     }
 
@@ -67,7 +69,7 @@ def test_a_controller_that_was_replaced_writes_nothing_at_all(ledger: Ledger) ->
         with pytest.raises(Fenced):
             call()
         assert (ledger.point(queued), ledger.point(scoring), dict(ledger.snapshot(1))) == before, name
-    readers = {"unadmitted", "runnable", "manifest", "overdue", "overtaken", "strays", "state"}
+    readers = {"unadmitted", "runnable", "manifest", "overdue", "overtaken", "strays", "state", "changes", "close"}
     public = {name for name in vars(Moves) if not name.startswith("_")}
     assert public - readers <= set(calls), "a write that this test does not know"
 

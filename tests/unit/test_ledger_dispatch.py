@@ -90,11 +90,28 @@ def test_a_uuid_with_another_path_is_a_conflict_and_the_first_path_stands(ledger
     assert ledger.snapshot(5)["path"] == str(ledger.path(5))
 
 
-def test_a_path_is_compared_with_its_links_resolved(ledger: Ledger) -> None:
-    link = ledger.root / "link"
-    link.symlink_to(ledger.path(5))
-    reservation = ledger.send(5, snapshot=str(link)).reservation
-    assert ledger.send(5, reservation=reservation).outcome is Granted.KNOWN
+def test_a_path_is_known_as_it_is_written_and_a_repeated_slash_is_no_other_path(ledger: Ledger) -> None:
+    reservation = ledger.send(5, snapshot=f"{ledger.root}//r1/./step/").reservation
+    assert ledger.send(5, snapshot=f"{ledger.root}/r1/step", reservation=reservation).outcome is Granted.KNOWN
+
+
+def test_a_dispatch_asks_the_file_system_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared mount that hangs would hang the request."""
+    path = str(ledger.path(5))
+
+    def hangs(*_: object, **__: object) -> None:
+        raise AssertionError("the file system was asked")
+
+    for name in ("stat", "lstat", "readlink", "open", "listdir", "scandir"):
+        monkeypatch.setattr(f"os.{name}", hangs)
+    assert ledger.send(5, snapshot=path).outcome is Granted.TAKEN
+
+
+def test_a_root_named_through_a_link_is_inside_once_its_links_are_followed(ledger: Ledger) -> None:
+    link = ledger.base / "data"
+    link.symlink_to(ledger.root)
+    ledger.send(5, snapshot=str(link / "r1" / "step"))
+    assert ledger.snapshot(5)["path"] == str(ledger.root / "r1" / "step")
 
 
 @pytest.mark.parametrize(
@@ -117,11 +134,11 @@ def test_a_bad_dispatch_names_the_field_and_leaves_no_point(
     assert ledger.states() == []
 
 
-def test_a_link_that_leads_out_of_the_roots_is_refused(ledger: Ledger) -> None:
-    link = ledger.root / "way-out"
-    link.symlink_to("/etc")
+@pytest.mark.parametrize("path", ["{root}/..", "{root}/link/../../..", "{root}-beside", "/etc/../{root}/../etc"])
+def test_a_path_that_leads_out_of_the_roots_is_refused_however_it_is_written(ledger: Ledger, path: str) -> None:
+    (ledger.root / "link").symlink_to(ledger.path(1))
     with pytest.raises(InvalidRequest, match="outside the service's roots"):
-        ledger.send(5, snapshot=str(link))
+        ledger.send(5, snapshot=path.replace("{root}", str(ledger.root)))
 
 
 # --- overflow

@@ -52,10 +52,10 @@ def test_the_receipt_lists_every_point_with_its_reason(ledger: Ledger) -> None:
 def test_a_drain_waits_for_what_is_open_and_no_longer(ledger: Ledger) -> None:
     point = ledger.queued(1)
     drain = begin(ledger)
-    assert ledger.views.drain_is_open(drain)
+    assert ledger.views.receipt(drain).open
     assert ledger.views.receipt(drain).pending[0].reason == S.QUEUED
     ledger.go(point, S.DONE)
-    assert not ledger.views.drain_is_open(drain)
+    assert not ledger.views.receipt(drain).open
     assert lists(ledger.views.receipt(drain)) == {"done": [1]}
 
 
@@ -80,7 +80,7 @@ def test_abort_cancels_what_is_left_at_the_deadline(ledger: Ledger) -> None:
     ledger.look()
     assert ledger.state(points[0]) is S.RUNNING
     ledger.clock.turn(1)
-    assert ledger.views.drain_is_open(drain), "the controller has yet to cancel"
+    assert ledger.views.receipt(drain).open, "the controller has yet to cancel"
     ledger.look()
     receipt = ledger.views.receipt(drain)
     assert (receipt.open, receipt.drained, receipt.timed_out) == (False, True, True)
@@ -93,7 +93,7 @@ def test_abort_does_not_wait_for_a_controller_that_is_dead_and_is_done_when_one_
     point = ledger.queued(1)
     drain = begin(ledger, on_timeout="abort")
     ledger.clock.turn(60 + 2 * CONTROLLER_SILENT_S + 1)
-    assert not ledger.views.drain_is_open(drain)
+    assert not ledger.views.receipt(drain).open
     ledger.intents.end_drain(drain)
     assert lists(ledger.views.receipt(drain)) == {"pending": [1]}
     ledger.take_over()
@@ -206,14 +206,14 @@ def test_a_reservation_that_a_later_point_outdid_holds_no_drain_up(ledger: Ledge
     ledger.reserve(1)
     ledger.done(1)
     drain = begin(ledger)
-    assert not ledger.views.drain_is_open(drain)
+    assert not ledger.views.receipt(drain).open
     assert lists(ledger.views.receipt(drain)) == {"done": [1]}
 
 
 def test_a_reservation_that_nobody_used_ends_the_drain_when_it_expires(ledger: Ledger) -> None:
     ledger.reserve(1)
     drain = begin(ledger, timeout_s=2 * EXPIRY_S, planned=planned(1))
-    assert ledger.views.drain_is_open(drain)
+    assert ledger.views.receipt(drain).open
     ledger.clock.turn(EXPIRY_S + 1)
     ledger.look()
     assert lists(ledger.views.receipt(drain)) == {"skipped": [1]}
@@ -222,8 +222,6 @@ def test_a_reservation_that_nobody_used_ends_the_drain_when_it_expires(ledger: L
 def test_no_such_drain_and_no_such_run_are_told(ledger: Ledger) -> None:
     with pytest.raises(NotFound):
         ledger.views.receipt("nothing")
-    with pytest.raises(NotFound):
-        ledger.views.drain_is_open("nothing")
     with pytest.raises(NotFound):
         begin(ledger, run="unheard")
 

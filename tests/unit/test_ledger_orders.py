@@ -10,6 +10,7 @@ import pytest
 from eval_service.contract.errors import Conflict, NotFound
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason
 from eval_service.contract.wire import DrainRequest
+from eval_service.ledger.orders import not_on_storage
 from tests.support.ledger import MAX_ATTEMPTS, Ledger, result
 
 S = PointState
@@ -113,7 +114,7 @@ def test_without_its_snapshot_a_point_cannot_be_tried_again(ledger: Ledger) -> N
     ledger.queued(4, "b" * 32)
     for point, why in ((never, "ever came"), (gone, "not there"), (deleted, "deleted"), (outdone, "newer point")):
         with pytest.raises(Conflict, match=why) as caught:
-            ledger.orders.retry(point)
+            ledger.orders.retry(point, not_on_storage(ledger.orders.place_of(point)))
         assert caught.value.hint
     with pytest.raises(NotFound):
         ledger.orders.retry("nothing")
@@ -161,7 +162,7 @@ def test_backfill_tries_again_what_was_skipped_or_failed_and_tells_what_it_left(
     never = ledger.reach(S.RESERVED, 6)
     ledger.orders.report_export_failed(never, "disk full")
     ledger.look()
-    asked = ledger.orders.backfill("r1")
+    asked = ledger.orders.backfill("r1", not_on_storage(ledger.orders.places_of("r1")))
     assert [ref.id for ref in asked.reply.points] == able
     assert [(left.step, left.why) for left in asked.reply.left] == [(6, "no snapshot of it ever came")]
     ledger.look()

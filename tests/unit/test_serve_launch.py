@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import ConfigError, Unavailable
-from eval_service.serve.launch import _make_token, _refuse_taken, _stay
+from eval_service.serve.launch import _check_port, _deploy, _make_token, _stay
 
 FLEET = """
 [service]
@@ -79,9 +79,54 @@ def test_the_command_ends_with_an_error_once_ray_has_died_and_without_one_when_t
     _stay(told, list)
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ConfigError, match="can't listen") as caught:
-            _refuse_taken("127.0.0.1", taken.getsockname()[1])
-    assert caught.value.field == "service.proxy_port"
-    _refuse_taken("127.0.0.1", 0)
+class Serve:
+    """What is asked of Serve."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.deleted: list[str] = []
+
+    def run(self, _application: object, *, name: str, route_prefix: str | None) -> None:
+        assert (name, route_prefix) == ("evalfleet", None)
+        if self.error is not None:
+            raise self.error
+
+    def delete(self, name: str) -> None:
+        self.deleted.append(name)
+
+
+def test_an_application_that_does_not_come_up_is_not_left_on_the_cluster() -> None:
+    for error in (RuntimeError("no GPU"), KeyboardInterrupt()):
+        serve = Serve(error)
+        with pytest.raises(type(error)):
+            _deploy(serve, object(), "evalfleet")
+        assert serve.deleted == ["evalfleet"]
+    well = Serve()
+    _deploy(well, object(), "evalfleet")
+    assert well.deleted == []
+
+
+def test_a_port_that_another_service_keeps_is_refused_by_name() -> None:
+    """The gateway's replicas share their port, and would share another service's too."""
+    for key in ("service.port", "service.proxy_port"):
+        with _listening() as other, pytest.raises(ConfigError) as caught:
+            _check_port("127.0.0.1", other.getsockname()[1], key, patience_s=0.3)
+        assert caught.value.field == key
+    _check_port("127.0.0.1", 0, "service.proxy_port")
+
+
+def test_a_port_that_a_killed_service_still_has_is_waited_for() -> None:
+    other = _listening()
+    port = other.getsockname()[1]
+    closer = threading.Timer(0.5, other.close)
+    closer.start()
+    _check_port("127.0.0.1", port, "service.port", patience_s=30.0)
+    closer.join()
+
+
+def _listening() -> socket.socket:
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    found.bind(("127.0.0.1", 0))
+    found.listen()
+    return found

@@ -24,7 +24,7 @@ def show(url: str, desired: int) -> None:
     database = Database(url)
     group = GroupView(name="eval", kind="pinned", grade="fake", desired=desired, ready=0, engines=())
     moves = Moves(database, database.take_epoch(), max_attempts=1)
-    moves.show_life(FleetView(groups=(group,), seen_at=None).model_dump_json())
+    moves.show_life(FleetView(groups=(group,), seen_at=None))
     database.close()
 
 
