@@ -128,7 +128,7 @@ class StubService:
             suite=suite,
             kind=request.kind,
             force=request.force,
-            priority=request.priority,
+            priority=request.priority or 0,
             reservation=request.reservation,
             state=PointState.SKIPPED if refused else PointState.RESERVED,
             reason=Reason.BUSY if refused else None,
