@@ -5,6 +5,7 @@ Relative paths are resolved against the file's directory.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -56,6 +57,8 @@ class GroupConfig(Section):
     model: Path | None = Field(default=None, description="HF directory that the engines boot with")
     grade: Literal["auto", "sglang", "sglang-cpu", "fake"] = "auto"
     num_engines: int | tuple[int, int] = Field(default=1, description="a count, or least and most")
+    autoscale: bool = Field(default=False, description="as many within num_engines as queued work is worth")
+    idle_timeout_s: float = Field(default=300.0, ge=0, description="autoscale: with less work for so long, fewer")
     num_gpus_per_engine: int = Field(default=1, ge=0, description="0 on the CPU engine")
     server_concurrency: int = Field(default=32, ge=1, description="requests in flight per engine")
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -72,7 +75,7 @@ class GroupConfig(Section):
 
     @property
     def desired(self) -> int:
-        """How many engines there should be now."""
+        """How many engines there should be where nobody has asked for another number."""
         if self.kind == "attached":
             return len(self.urls)
         return 0 if self.kind == "placeholder" else self.bounds[0]
@@ -86,6 +89,10 @@ class GroupConfig(Section):
             raise ValueError("num_engines: the least must be in 0..most")
         if self.kind != "placeholder" and self.model is None:
             raise ValueError("model: name the HF directory that the engines boot with")
+        if most == 0 and self.overrides and self.kind != "attached":
+            raise ValueError("overrides: the group has no engines; allow some with num_engines, or remove them")
+        if self.autoscale and self.kind != "pinned":
+            raise ValueError(f"autoscale: points queue for the pinned group, and this one is {self.kind}")
         self._check_attached()
         return self
 
@@ -129,9 +136,16 @@ class FleetConfig(Section):
     @model_validator(mode="after")
     def _gpus_add_up(self) -> Self:
         asked = {name: group.gpus for name, group in self.groups.items() if group.gpus}
+        if len(asked) == 1 and self.num_gpus % (each := self.groups[next(iter(asked))].num_gpus_per_engine):
+            raise ValueError(
+                f"num_gpus: {self.num_gpus} don't divide by groups.{next(iter(asked))}.num_gpus_per_engine = {each}; "
+                "take a multiple"
+            )
         if self.num_gpus and sum(asked.values()) != self.num_gpus:
             told = " + ".join(f"{count} ({name})" for name, count in asked.items()) or "none"
-            raise ValueError(f"num_gpus: the groups' GPUs are {told}, and num_gpus is {self.num_gpus}")
+            raise ValueError(
+                f"num_gpus: the groups' GPUs are {told}, and num_gpus is {self.num_gpus}; they must add up"
+            )
         return self
 
     @model_validator(mode="after")
@@ -180,10 +194,13 @@ def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Confi
         return model.model_validate(table)
     except ValidationError as exc:
         fault = exc.errors()[0]
-        key = ".".join(str(part) for part in fault["loc"])
-        unknown = fault["type"] == "extra_forbidden"
+        key, message = ".".join(str(part) for part in fault["loc"]), fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            hint = "remove it, or see docs/configuration.md for the keys"
+            raise ConfigError(f"{path.name}: unknown key", field=key or None, hint=hint) from exc
+        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.]+): ", message)):
+            key, message = ".".join(filter(None, (key, own[1]))), message[own.end() :]
+        message, _, fix = message.partition("; ")
         raise ConfigError(
-            f"{path.name}: unknown key" if unknown else f"{path.name}: {fault['msg']}",
-            field=key or None,
-            hint="remove it, or see docs/configuration.md for the keys" if unknown else None,
+            f"{path.name}: {message}", field=key or None, hint=fix or "see docs/configuration.md"
         ) from exc

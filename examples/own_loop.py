@@ -52,7 +52,7 @@ def train(
             source=Source.CALLER,  # the directory is yours: it is evaluated, and never deleted
         )
         try:
-            client.dispatch(request)
+            client.reserve(request, deadline_s=60)  # waits for room where the run is at its bound
         except EvalfleetError as error:  # evaluation never stops training
             print(f"step {step} is not evaluated: {error}")
     return client.drain(run, planned=planned, timeout_s=600)

@@ -6,20 +6,36 @@ Relative paths are resolved against the file's directory, those given with `--se
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_service.contract import names
 from eval_service.contract.errors import ConfigError
 from eval_service.contract.wire import OnTimeout, Overflow, RunName, Source, SuiteName
-from trainer.launch import LaunchConfig
+from trainer.launch import LaunchConfig, as_the_fleet_says
 
 HINT = "see docs/configuration.md"
+URL_VARIABLE = "EVALFLEET_URL"
+_NO_ROLLOUTS = "there are no rollouts here to do alone; remove it. For evaluation alone, set train.num_steps = 0"
+_NO_TRAINING_ALONE = "to train without any evaluation, unset eval.interval and eval.suites"
+_WHY_NOT = {
+    "debug_rollout_only": _NO_ROLLOUTS,
+    "rollout_only": _NO_ROLLOUTS,
+    "debug_eval_only": "for evaluation alone, set train.num_steps = 0",
+    "eval_only": "for evaluation alone, set train.num_steps = 0",
+    "debug_train_only": _NO_TRAINING_ALONE,
+    "train_only": _NO_TRAINING_ALONE,
+    "load_debug_rollout_data": "batches that were dumped with data.save_debug_data: see data.load_debug_data",
+    "save_debug_rollout_data": "see data.save_debug_data",
+    "load_debug_data": "it stands in [data]",
+    "save_debug_data": "it stands in [data]",
+}
 
 
 def _http(url: str) -> str:
@@ -56,6 +72,14 @@ class DataSection(Section):
 
     train: Path = Field(description='JSON lines of {"messages": [{"role": ..., "content": ...}, ...]}')
     max_length: int = Field(default=1024, ge=2, description="tokens; longer conversations are cut")
+    save_debug_data: Path | None = Field(default=None, description="directory that each step's batch is dumped to")
+    load_debug_data: Path | None = Field(default=None, description="train on the batches that were dumped there")
+
+    @model_validator(mode="after")
+    def _dumped_once(self) -> Self:
+        if self.load_debug_data is not None and self.save_debug_data is not None:
+            raise ValueError("save_debug_data: what load_debug_data names is dumped already; remove one of them")
+        return self
 
 
 class TrainSection(Section):
@@ -97,11 +121,19 @@ class ParallelSection(Section):
 
     tensor: int = Field(default=1, ge=1, description="ranks that share each layer")
     pipeline: int = Field(default=1, ge=1, description="stages, one after another")
+    data: int | None = Field(
+        default=None, ge=1, description="replicas; None: what is left of the ranks, and 1 where nobody said how many"
+    )
     sequence_parallel: bool = Field(default=False, description="cut the sequence too, between the layers")
     first_stage_layers: int | None = Field(default=None, ge=1, description="None: as many as the others")
     last_stage_layers: int | None = Field(default=None, ge=1, description="None: as many as the others")
     vocab_multiple: int = Field(default=1, ge=1, description="pad the vocabulary to a multiple of this and of `tensor`")
     recompute: bool = Field(default=False, description="activations are computed again in the backward pass")
+
+    @property
+    def ranks(self) -> int:
+        """How many a launch starts."""
+        return self.tensor * self.pipeline * (self.data or 1)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -115,7 +147,9 @@ class ParallelSection(Section):
 class EvalSection(Section):
     """`[eval]`."""
 
-    url: Url | None = Field(default=None, description="of the service")
+    url: Url | None = Field(
+        default=None, description=f"of the service; None: the variable {URL_VARIABLE}, if it is set"
+    )
     interval: int | None = Field(default=None, ge=1, description="steps; None: nothing is ever evaluated")
     suites: tuple[SuiteName, ...] = ()
     snapshot_source: Literal[Source.STAGING, Source.REUSE] = Source.STAGING
@@ -156,6 +190,26 @@ class EvalSection(Section):
         return self
 
 
+class Evaluated(Protocol):
+    """What the eval side reads of a run's settings: `RunConfig`, or what another trainer's callback was given."""
+
+    @property
+    def run(self) -> RunSection:
+        """Name and places."""
+
+    @property
+    def eval(self) -> EvalSection:
+        """What is evaluated, and how long it may hold a step."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """The last step, where it is known."""
+
+    @property
+    def reuses(self) -> bool:
+        """Points are made of own checkpoints rather than of exports."""
+
+
 class RunConfig(Section):
     """The whole of `run.toml`; paths are absolute once it is loaded."""
 
@@ -178,6 +232,11 @@ class RunConfig(Section):
         return self.train.save_dir or self.output_dir / "checkpoints"
 
     @property
+    def num_steps(self) -> int:
+        """The last step."""
+        return self.train.num_steps
+
+    @property
     def reuses(self) -> bool:
         """Points are made of our own save_hf checkpoints."""
         return self.eval.enabled and self.eval.snapshot_source is Source.REUSE
@@ -191,13 +250,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"eval.interval: {interval} must be a multiple of train.save_interval ({saves}) to reuse saves"
             )
-        if self.eval.enabled and not self.fleet.starts_inference_engines:
+        if self.eval.enabled and self.data.load_debug_data is not None:
+            raise ValueError(
+                "data.load_debug_data: dumped batches reproduce a fault, and their curve would mean nothing; "
+                "unset eval.interval and eval.suites"
+            )
+        if self.eval.enabled and not self.fleet.has_engines:
             raise ValueError("fleet.num_eval_engines: an interval needs engines; allow at least one")
         return self
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: Path, overrides: Sequence[str] = (), fleet: Mapping[str, Any] | None = None) -> RunConfig:
     """Read and check a run file, after `section.key=value` overrides (TOML values, else strings).
+
+    Args:
+        fleet: what a launch knows of the fleet, as `[fleet]` has it.
 
     Raises:
         ConfigError: names the key and what is wrong with it.
@@ -208,6 +275,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} can't be read: {exc}", hint=HINT) from exc
     for override in overrides:
         _override(table, override)
+    _fill_in(table, fleet or {})
     config = _validated(table, path.name)
     return _absolute(config, path.resolve().parent)
 
@@ -218,6 +286,15 @@ def resolved_json(config: RunConfig) -> str:
     table["run"]["output_dir"] = str(config.output_dir)
     table["train"]["save_dir"] = str(config.save_dir)
     return json.dumps(table, indent=1)
+
+
+def _fill_in(table: dict[str, Any], fleet: Mapping[str, Any]) -> None:
+    """What the file leaves to whoever launches it."""
+    evaluation, stated = table.get("eval"), table.setdefault("fleet", {})
+    if isinstance(evaluation, dict) and (url := os.environ.get(URL_VARIABLE)):
+        evaluation.setdefault("url", url)
+    if isinstance(stated, dict):
+        table["fleet"] = as_the_fleet_says(stated, fleet)
 
 
 def _override(table: dict[str, Any], override: str) -> None:
@@ -246,7 +323,8 @@ def _validated(table: dict[str, Any], name: str) -> RunConfig:
         key = ".".join(str(part) for part in fault["loc"])
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            raise ConfigError(f"{name}: unknown key", field=key, hint=f"remove it; {HINT}") from exc
+            hint = _WHY_NOT.get(key.rpartition(".")[2], f"remove it; {HINT}")
+            raise ConfigError(f"{name}: unknown key", field=key, hint=hint) from exc
         if fault["type"] == "missing":
             raise ConfigError(f"{name}: is not set", field=key, hint=HINT) from exc
         if fault["type"] == "value_error" and (own := re.match(r"([a-z_.]+): ", message)):
@@ -258,12 +336,18 @@ def _absolute(config: RunConfig, base: Path) -> RunConfig:
     def under(path: Path | None) -> Path | None:
         return (base / path).resolve() if path is not None else None
 
-    run, train = config.run, config.train
+    run, data, train = config.run, config.data, config.train
     return config.model_copy(
         update={
             "run": run.model_copy(update={"root": under(run.root), "output_dir": under(run.output_dir)}),
             "model": ModelSection(hf_path=(base / config.model.hf_path).resolve()),
-            "data": config.data.model_copy(update={"train": under(config.data.train)}),
+            "data": data.model_copy(
+                update={
+                    "train": under(data.train),
+                    "save_debug_data": under(data.save_debug_data),
+                    "load_debug_data": under(data.load_debug_data),
+                }
+            ),
             "train": train.model_copy(update={"save_dir": under(train.save_dir)}),
         }
     )

@@ -20,7 +20,7 @@ from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
 from trainer.cadence import Point
-from trainer.config import RunConfig
+from trainer.config import Evaluated
 from trainer.crash import crash_point
 from trainer.service_link import ServiceLink
 from trainer.stager import Staged, Stager
@@ -83,7 +83,7 @@ class EvalHook:
         checkpoint: gives the step's own `save_hf` directory; needed where points reuse it.
     """
 
-    config: RunConfig
+    config: Evaluated
     link: ServiceLink
     log: StepLog
     stager: Stager | None = None
@@ -168,7 +168,7 @@ class EvalHook:
                 return
         try:
             staged = self._stage(self.stager, point)
-        except ExportFailed as exc:
+        except Exception as exc:  # noqa: BLE001 - the edge: a reservation that gets no snapshot would be waited for
             self._export_failed(point, ticket, exc)
             return
         if staged is None:
@@ -209,7 +209,12 @@ class EvalHook:
     def _fill(self, export: Export) -> None:
         assert self.stager is not None
         began = self.clock()
-        self.stager.weights.fill(export.staged.writer)
+        try:
+            self.stager.weights.fill(export.staged.writer)
+        except ExportFailed:
+            raise
+        except Exception as exc:
+            raise ExportFailed(f"{type(exc).__name__}: {exc}") from exc
         try:
             export.digest = export.staged.writer.digest()
         except (OSError, SnapshotFault) as exc:

@@ -28,7 +28,7 @@ from trainer.buffer import HostBuffer
 from trainer.conversion import Rule
 from trainer.crash import crash_point
 from trainer.model import Model
-from trainer.weights import ExportFailed
+from trainer.weights import ExportFailed, canary_of
 
 # What a model directory may hold beside its weights; anything else is somebody's note.
 MODEL_FILES = (
@@ -98,11 +98,7 @@ class Exporter:
             return None
         ids = canary_token_ids(self._model.architecture.vocab_size)
         logprobs = self._model.logprobs(torch.tensor(ids))
-        return Canary(
-            dtype=self._model.dtype,
-            token_ids=ids,
-            logprobs=tuple(tuple(float(value) for value in row) for row in logprobs),
-        )
+        return canary_of(self._model.dtype, ids, logprobs.tolist())
 
     def fill(self, writer: SnapshotWriter) -> None:
         """As `Weights.fill`."""
@@ -118,6 +114,7 @@ class Exporter:
             self._add_model_files(writer)
 
     def _add_model_files(self, writer: SnapshotWriter) -> None:
+        writer.expect(name for rule in conversion.rules_of(self._model.architecture) for name in rule.hf)
         try:
             for source in (self._hf_path / name for name in MODEL_FILES):
                 if source.is_file():

@@ -17,7 +17,7 @@ from trainer.cadence import Point
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
 from trainer.crash import crash_point
-from trainer.data import Dataset
+from trainer.debug_data import Batches
 from trainer.display import Display
 from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook, Given
@@ -63,7 +63,7 @@ class Loop:
         """Some rank was asked to end; every rank asks at the same places."""
         return self.stop.is_set if self.stager is None else self.stager.channel.any(self.stop.is_set)
 
-    def train(self, training: Training, dataset: Dataset, saver: Saver) -> None:
+    def train(self, training: Training, dataset: Batches, saver: Saver) -> None:
         """Train until the last step or a stop."""
         due = {point.step: point for point in self.points}
         for step in range(self.start + 1, self.config.train.num_steps + 1):
@@ -82,7 +82,7 @@ class Loop:
         if step > self.start and not saver.has(step):
             saver.save(step)
 
-    def _train_step(self, step: int, training: Training, dataset: Dataset) -> None:
+    def _train_step(self, step: int, training: Training, dataset: Batches) -> None:
         self.log.write("step_begin", step=step)
         crash_point("in_step", step)
         crash_point("settled", step, first=self.hook.join if self.hook is not None else None)

@@ -44,6 +44,12 @@ def check_world(config: ParallelSection) -> None:
         ConfigError: the ranks don't divide by tensor x pipeline.
     """
     needed = config.tensor * config.pipeline
+    if config.data is not None and world_size() != config.ranks:
+        raise ConfigError(
+            f"{world_size()} ranks are not tensor x pipeline x data = {config.ranks}",
+            field="parallel.data",
+            hint=f"start {config.ranks} with torchrun --nproc-per-node (evalfleet launch does), or leave it out",
+        )
     if world_size() % needed:
         raise ConfigError(
             f"{world_size()} ranks don't divide by tensor x pipeline = {needed}",

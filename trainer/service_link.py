@@ -14,7 +14,7 @@ from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidReq
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import DispatchRequest, RunSpec
-from trainer.config import RunConfig
+from trainer.config import Evaluated
 from trainer.steplog import StepLog
 
 _JOIN_S = 10.0
@@ -23,7 +23,7 @@ _JOIN_S = 10.0
 class ServiceLink:
     """One run's link. Its thread tells the step every few seconds; everything else runs on the caller's."""
 
-    def __init__(self, config: RunConfig, client: EvalClient, log: StepLog) -> None:
+    def __init__(self, config: Evaluated, client: EvalClient, log: StepLog) -> None:
         self.run = config.run.name
         self.client = client
         self.outbox = Outbox.of(config.run.root, config.run.name)
@@ -162,7 +162,7 @@ class ServiceLink:
             self._log.write("service_away", detail=str(exc))
 
 
-def run_spec(config: RunConfig) -> RunSpec:
+def run_spec(config: Evaluated) -> RunSpec:
     """What the service is told of the run."""
     section = config.eval
     return RunSpec(
@@ -173,5 +173,5 @@ def run_spec(config: RunConfig) -> RunSpec:
         keep=section.keep,
         priority=section.priority,
         max_engines=section.max_engines,
-        num_steps=config.train.num_steps,
+        num_steps=config.num_steps,
     )

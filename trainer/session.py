@@ -22,6 +22,7 @@ from trainer.background import Background
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig, resolved_json
 from trainer.data import Dataset, load_dataset
+from trainer.debug_data import Batches, Dumping, load_dumped
 from trainer.display import Display
 from trainer.eval_hook import EvalHook
 from trainer.export import Exporter
@@ -41,7 +42,7 @@ class Prepared:
 
     config: RunConfig
     architecture: Architecture
-    dataset: Dataset | None
+    dataset: Batches | None
     start: int | None
     points: tuple[cadence.Point, ...]
     buffer_bytes: int
@@ -53,6 +54,33 @@ class Prepared:
         steps = f"{begin}; trains to step {self.config.train.num_steps}"
         buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
         return f"{resolved_json(self.config)}\n{steps}\n{buffer}\nplan: {cadence.describe(self.points)}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a launch has to know, for JSON."""
+        config, parallel = self.config, self.config.parallel
+        return {
+            "run": config.run.name,
+            "root": str(config.run.root),
+            "output_dir": str(config.output_dir),
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "data": parallel.data or 1,
+            "ranks": parallel.ranks,
+            "starts_inference_engines": config.fleet.starts_inference_engines,
+            "has_engines": config.fleet.has_engines,
+            "allow_shared_gpu": config.fleet.allow_shared_gpu,
+            "evaluates": config.eval.enabled,
+            "url": config.eval.url,
+            "suites": list(config.eval.suites),
+            "drain_timeout_s": config.eval.drain_timeout_s,
+            "on_timeout": config.eval.on_timeout,
+            "start": self.start,
+            "num_steps": config.train.num_steps,
+            "points": [asdict(point) for point in self.points],
+            "plan": cadence.describe(self.points),
+            "buffer_bytes": self.buffer_bytes,
+        }
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -69,7 +97,7 @@ def prepare(config: RunConfig) -> Prepared:
     store = CheckpointStore(config.save_dir, config.run.name)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
-    dataset = _dataset(config, architecture) if trains else None
+    dataset = _batches(config, architecture, start or 0) if trains else None
     points = cadence.plan(
         start=start or 0,
         num_steps=config.train.num_steps,
@@ -101,7 +129,8 @@ def run(prepared: Prepared) -> int:
                 loop.before_training()
         elif prepared.dataset is not None or prepared.points:
             _run_model(prepared, loop)
-    return EXIT_CODE if stop.is_set else 0
+    # torchrun ends all ranks as soon as one fails, and the first may still be draining.
+    return EXIT_CODE if stop.is_set and leads else 0
 
 
 def _run_model(prepared: Prepared, loop: Loop) -> None:
@@ -150,6 +179,22 @@ def _start(config: RunConfig, store: CheckpointStore) -> int | None:
             hint="name another directory, or set train.resume = true",
         )
     return latest
+
+
+def _batches(config: RunConfig, architecture: Architecture, start: int) -> Batches:
+    data, train = config.data, config.train
+    if data.load_debug_data is not None:
+        return load_dumped(
+            data.load_debug_data,
+            start + 1,
+            train.num_steps,
+            global_batch_size=train.global_batch_size,
+            vocab_size=architecture.vocab_size,
+        )
+    dataset = _dataset(config, architecture)
+    if data.save_debug_data is not None and launched_rank() == 0:
+        return Dumping(dataset, data.save_debug_data)
+    return dataset
 
 
 def _dataset(config: RunConfig, architecture: Architecture) -> Dataset:

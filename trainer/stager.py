@@ -12,12 +12,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from eval_service.contract.manifest import Canary
 from eval_service.contract.snapshot import Published, SnapshotWriter
 from trainer.background import Background
-from trainer.parallel import Channel
 from trainer.weights import ExportFailed, Weights, exporter_name
+
+_Value = TypeVar("_Value")
+
+
+class Channel(Protocol):
+    """How the ranks agree (`trainer.parallel.Channel`); every method is collective."""
+
+    @property
+    def rank(self) -> int:
+        """This process among the others."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, everywhere."""
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Every rank's value, by rank, everywhere."""
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is true on every rank."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some rank."""
 
 
 @dataclass(frozen=True, slots=True)

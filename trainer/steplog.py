@@ -1,7 +1,8 @@
 """Every event of a run, in order, as JSON lines: `{"seq", "time", "event", ...}`.
 
-Invariant: a line is in the operating system's hands before the event's successor begins, so what a killed trainer did
-can be read from it. `seq` goes on where an earlier launch ended.
+Invariants: a line is in the operating system's hands before the event's successor begins, so what a killed trainer did
+can be read from it; `seq` goes on where an earlier launch ended; a full disk stops nothing, and what could not be
+written goes with a later line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ class StepLog:
         with self._lock:
             self._seq += 1
             entry = {"seq": self._seq, "time": self._clock(), "event": event, **fields}
-            self._file.write(json.dumps(entry) + "\n")
+            with suppress(OSError):  # the file keeps it, and tries again with the next line
+                self._file.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def read_steplog(path: Path) -> list[dict[str, Any]]:

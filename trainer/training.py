@@ -19,7 +19,8 @@ from trainer.architecture import FIELD, Architecture
 from trainer.checkpoint import FIELD as SAVE_FIELD
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ParallelSection, TrainSection
-from trainer.data import Batch, Dataset, Example, collate
+from trainer.data import Batch, Example, collate
+from trainer.debug_data import Batches
 from trainer.mcore import get_forward_backward_func, quiet
 from trainer.model import Model, build_model
 from trainer.optim import Optimizer, build_optimizer
@@ -45,7 +46,7 @@ class Training:
     model: Model
     optimizer: Optimizer
 
-    def step(self, step: int, dataset: Dataset) -> StepResult:
+    def step(self, step: int, dataset: Batches) -> StepResult:
         """Train step `step` (from 1). Collective."""
         examples = share_of(dataset.of_step(step), self.model.place)
         size = self.config.micro_batch_size

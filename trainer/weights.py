@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Protocol
 
@@ -28,6 +30,14 @@ class Weights(Protocol):
         Raises:
             ExportFailed: some rank could not write its part (disk full, say), or a tensor is not finite.
         """
+
+
+def canary_of(dtype: str, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Canary | None:
+    """A canary; None where a log-prob is not finite: such a model can't be vouched for, and its export is checked."""
+    rows = tuple(tuple(float(value) for value in row) for row in logprobs)
+    if not all(math.isfinite(value) for row in rows for value in row):
+        return None
+    return Canary(dtype=dtype, token_ids=tuple(tuple(row) for row in token_ids), logprobs=rows)
 
 
 def exporter_name() -> str:

@@ -172,7 +172,7 @@ class _Examination:
                 place, root = check_inside(directory, self.asked.roots)
             present = place.is_dir()
         except SnapshotUnsafe as exc:
-            self.findings.unsafe("snapshot", exc.message, exc.hint)
+            self.findings.unsafe("snapshot", exc.message, exc.hint or "send its real path")
             return None
         if not present:
             what = "is no directory" if place.exists() else "is not there"
@@ -270,9 +270,13 @@ class _Examination:
         if asked.digest is not None and manifest.digest != asked.digest:
             self.findings.invalid("digest", f"is {manifest.digest}; {asked.digest} was dispatched", "dispatch it anew")
         if asked.source is Source.STAGING and asked.run is not None and manifest.run != asked.run:
-            self.findings.invalid("run", f"the manifest is of run {manifest.run!r}, not of {asked.run!r}")
+            self.findings.invalid(
+                "run", f"the manifest is of run {manifest.run!r}, not of {asked.run!r}", "is it the right path?"
+            )
         if ours and asked.step is not None and manifest.step != asked.step:
-            self.findings.invalid("step", f"the manifest is of step {manifest.step}, not of {asked.step}")
+            self.findings.invalid(
+                "step", f"the manifest is of step {manifest.step}, not of {asked.step}", "is it the right path?"
+            )
         name = asked.known_as or place.name
         parsed = names.parse_step_dir(name)
         if ours and parsed is not None and parsed != (manifest.step, manifest.digest[:8]):
@@ -280,7 +284,9 @@ class _Examination:
         if facts is not None and manifest.canary is not None:
             highest = max((max(row, default=0) for row in manifest.canary.token_ids), default=0)
             if highest >= facts.vocab_size or min(min(row, default=0) for row in manifest.canary.token_ids) < 0:
-                self.findings.invalid("canary", f"token ids must be in the vocabulary of {facts.vocab_size}")
+                self.findings.invalid(
+                    "canary", f"token ids must be in the vocabulary of {facts.vocab_size}", "export it anew"
+                )
 
 
 __all__ = ["Admitted", "FaultCode", "ModelFacts", "Report", "admit", "find_faults"]

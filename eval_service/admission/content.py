@@ -83,7 +83,9 @@ def check_content(content: Content, manifest: Manifest, findings: Findings) -> N
         if listed_tensors.get(name) != entry:
             findings.invalid(name, f"in {entry.file} it is not as the manifest describes it", "export it anew")
     for name in sorted(listed_tensors.keys() - content.tensors.keys()):
-        findings.invalid(name, f"the manifest puts it in {listed_tensors[name].file}; it is not there")
+        findings.invalid(
+            name, f"the manifest puts it in {listed_tensors[name].file}; it is not there", "export it anew"
+        )
 
 
 def check_tied(tensors: Mapping[str, TensorEntry], findings: Findings) -> None:

@@ -54,21 +54,21 @@ class Findings:
     def __bool__(self) -> bool:
         return bool(self.faults)
 
-    def missing(self, field: str, message: str, hint: str | None = None) -> None:
+    def missing(self, field: str, message: str, hint: str) -> None:
         """Not there (yet)."""
         self._add(FaultCode.MISSING, field, message, hint, may_appear=True)
 
-    def unsafe(self, field: str, message: str, hint: str | None = None) -> None:
+    def unsafe(self, field: str, message: str, hint: str) -> None:
         """Leads where it may not."""
         self._add(FaultCode.UNSAFE, field, message, hint)
 
-    def invalid(self, field: str, message: str, hint: str | None = None, *, may_appear: bool = False) -> None:
+    def invalid(self, field: str, message: str, hint: str, *, may_appear: bool = False) -> None:
         """There, and not what it says."""
         self._add(FaultCode.INVALID, field, message, hint, may_appear=may_appear)
 
     def raised(self, error: SnapshotFault, field: str) -> None:
         """Take in a fault that was raised while a file was read."""
-        self.invalid(error.field or field, error.message, error.hint)
+        self.invalid(error.field or field, error.message, error.hint or "export it anew")
 
     def _add(self, code: FaultCode, field: str, message: str, hint: str | None, *, may_appear: bool = False) -> None:
         self.faults.append(Fault(code, _printable(field), _printable(message), hint, may_appear))

@@ -77,7 +77,7 @@ def _link_stays(link: Path, bound: Path, findings: Findings) -> bool:
     try:
         target = resolve(link)
     except SnapshotUnsafe as exc:
-        findings.unsafe(link.name, exc.message)
+        findings.unsafe(link.name, exc.message, "put the file itself there")
         return False
     if not target.is_relative_to(bound):
         findings.unsafe(link.name, f"is a link that leads out of {bound}", "put the file itself there")

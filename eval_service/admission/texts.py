@@ -82,7 +82,9 @@ def _loadable(config: HfConfig, findings: Findings) -> bool:
         return False
     heads, kv = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if heads % kv:
-        findings.invalid("num_key_value_heads", f"{heads} query heads can't share {kv} key-value heads")
+        findings.invalid(
+            "num_key_value_heads", f"{heads} query heads can't share {kv} key-value heads", "is it this model's config?"
+        )
     return True
 
 
@@ -130,7 +132,7 @@ def _check_vocabulary(table: Mapping[str, Any], vocab_size: int, findings: Findi
     try:
         highest = _highest_id(table)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as exc:
-        findings.invalid(TOKENIZER, f"its vocabulary can't be read ({type(exc).__name__}: {exc})")
+        findings.invalid(TOKENIZER, f"its vocabulary can't be read ({type(exc).__name__}: {exc})", "save it anew")
         return
     if highest >= vocab_size:
         findings.invalid(
@@ -153,7 +155,7 @@ def _ids(value: TokenIds) -> tuple[int, ...]:
 
 
 def _read_json(
-    directory: Path, name: str, files: Collection[str], findings: Findings, hint: str | None = None
+    directory: Path, name: str, files: Collection[str], findings: Findings, hint: str = "export it with the model"
 ) -> dict[str, Any] | None:
     if name not in files:
         findings.invalid(name, "is not there", hint)
@@ -161,7 +163,7 @@ def _read_json(
     try:
         table = json.loads(read_plain(directory / name))
     except OSError as exc:
-        findings.invalid(name, f"can't be read: {exc.strerror}")
+        findings.invalid(name, f"can't be read: {exc.strerror}", "give the service read access")
         return None
     except (ValueError, RecursionError) as exc:
         findings.invalid(name, f"is no JSON: {exc}", "write it anew")

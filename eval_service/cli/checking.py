@@ -16,15 +16,9 @@ import typer
 from eval_service.cli import options
 from eval_service.cli.output import print_json
 from eval_service.cli.reading import all_points, points_text
+from eval_service.contract.results import Direction
 from eval_service.contract.states import ENDS, PointState, Reason
 from eval_service.contract.wire import PointView
-
-
-class Direction(StrEnum):
-    """Which way is better."""
-
-    MAX = "max"
-    MIN = "min"
 
 
 class At(StrEnum):

@@ -1,4 +1,4 @@
-"""Commands that change what the service does: retry, cancel, backfill, hold, release, pause, resume, delete."""
+"""Commands that change what the service does: retry, cancel, backfill, hold, release, pause, resume, delete, scale."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import InvalidRequest, NotFound
 from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import PointView, RunCommandReply, RunView
+from eval_service.fleet_config import EVAL_GROUP
 
 Step = Annotated[int, typer.Argument(min=0, metavar="STEP", help="The point's step; the base model is 0.")]
 Suite = Annotated[str | None, typer.Option(help="Only this suite's point; else those of all suites.")]
@@ -87,6 +88,21 @@ def delete(
         if not yes:
             _confirm(client.run(run))
         _show_run(client.delete_run(run), as_json)
+
+
+def scale(
+    engines: Annotated[str, typer.Argument(metavar="N", help="How many engines; `auto`: as the config says.")],
+    group: Annotated[str, typer.Option(help="Of which group.")] = EVAL_GROUP,
+    url: options.Url = options.DEFAULT_URL,
+    as_json: options.Json = False,
+) -> None:
+    """Set how many engines a group should have; points under way lose nothing."""
+    if engines != "auto" and not engines.isdecimal():
+        raise InvalidRequest(f"{engines!r} is no number of engines", field="N", hint="a number, or `auto`")
+    with options.connect(url) as client:
+        reply = client.scale(group, None if engines == "auto" else int(engines))
+    told = "as its config says" if reply.engines is None else f"{reply.engines} engines"
+    print_json(reply) if as_json else typer.echo(f"{reply.group}: {told} ({reply.least} to {reply.most})")
 
 
 def _confirm(view: RunView) -> None:

@@ -14,11 +14,15 @@ from eval_service.cli import (
     chaosing,
     checking,
     commanding,
+    comparing,
     demonstrating,
     doctoring,
     draining,
+    exporting,
+    launching,
     reading,
     serving,
+    watching,
 )
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
 
@@ -33,11 +37,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serving.serve)
+app.command("launch")(launching.launch)
 app.command("status")(reading.status)
 app.command("fleet")(reading.fleet)
 app.command("runs")(reading.runs)
 app.command("points")(reading.points)
 app.command("samples")(reading.samples)
+app.command("compare")(comparing.compare)
+app.command("diff")(comparing.diff)
+app.command("export")(exporting.export)
 app.command("drain")(draining.drain)
 app.command("retry")(commanding.retry)
 app.command("cancel")(commanding.cancel)
@@ -47,7 +55,9 @@ app.command("release")(commanding.release)
 app.command("pause")(commanding.pause)
 app.command("resume")(commanding.resume)
 app.command("delete")(commanding.delete)
+app.command("scale")(commanding.scale)
 app.command("check")(checking.check)
+app.command("watch")(watching.watch)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
 app.command("chaos")(chaosing.chaos)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -53,17 +53,24 @@ def samples(
     run: options.Run,
     step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="The point's step; the base model is 0.")],
     suite: Annotated[str | None, typer.Option(help="Only this suite.")] = None,
-    wrong: Annotated[bool, typer.Option("--wrong", help="Only what is not fully right.")] = False,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Those that were scored and are not fully right.")] = False,
+    errored: Annotated[bool, typer.Option("--errored", help="Those that have no score, with the error.")] = False,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Those that max_new_tokens cut.")] = False,
+    empty: Annotated[bool, typer.Option("--empty", help="Those with nothing but white space.")] = False,
+    unparsed: Annotated[bool, typer.Option("--unparsed", help="Those in which no extractor found an answer.")] = False,
+    search: Annotated[str | None, typer.Option(help="A text in prompt, output, answer or error.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many samples of a point.")] = 20,
     url: options.Url = options.DEFAULT_URL,
     as_json: options.Json = False,
 ) -> None:
-    """Show what the model answered at a step."""
+    """Show what the model answered at a step; of several kinds, those of any."""
+    flags = {"wrong": wrong, "errored": errored, "truncated": truncated, "empty": empty, "unparsed": unparsed}
+    kinds = [name for name, on in flags.items() if on]
     with options.connect(url) as client:
         found = [point for point in all_points(client, run, suite) if point.step == step]
         if not found:
             raise NotFound(f"run {run} has no point at step {step}", field="step", hint=f"see `evalfleet points {run}`")
-        shown = [sample for point in found for sample in some_samples(client, point.id, wrong=wrong, limit=limit)]
+        shown = [s for point in found for s in some_samples(client, point.id, kinds=kinds, search=search, limit=limit)]
     print_json(shown) if as_json else typer.echo(samples_text(shown))
 
 
@@ -81,21 +88,37 @@ def all_points(client: EvalClient, run: str, suite: str | None = None) -> list[P
     return sorted((point for point in found if not point.superseded), key=lambda point: (point.step, point.suite))
 
 
-def some_samples(client: EvalClient, point: str, *, wrong: bool = False, limit: int | None = None) -> list[SampleView]:
-    """A point's samples, in order."""
+def some_samples(
+    client: EvalClient,
+    point: str,
+    *,
+    kinds: Sequence[str] = (),
+    search: str | None = None,
+    limit: int | None = None,
+) -> list[SampleView]:
+    """A point's samples that match, in order; the service looks for them, page by page."""
+    query: dict[str, str | int | list[str]] = {"which": list(kinds)} if kinds else {}
+    if search:
+        query["search"] = search
     chosen: list[SampleView] = []
-    for sample in _every_sample(client, point):
-        if limit is not None and len(chosen) >= limit:
+    while limit is None or len(chosen) < limit:
+        size = PAGE if limit is None else min(PAGE, limit - len(chosen))
+        page = client.samples(point, limit=size, offset=len(chosen), **query)
+        chosen += page.samples
+        if not page.samples or len(chosen) >= page.total:
             break
-        if not wrong or sample.error or (sample.score or 0.0) < 1.0:
-            chosen.append(sample)
     return chosen
 
 
 def points_text(views: list[PointView]) -> str:
     """The curve as a table."""
-    header = "step suite state score lag stall_s export_s pin_s generate_s queue_s attempts proof reason"
-    return columns(header, [_point_row(view) for view in views]) if views else "no points"
+    header = (
+        "step suite state score interval lag stall_s export_s pin_s generate_s queue_s attempts proof alarms reason"
+    )
+    if not views:
+        return "no points"
+    alarms = [f"step {v.step} {v.suite}: {alarm.kind}: {alarm.message}" for v in views for alarm in v.alarms]
+    return "\n".join([columns(header, [_point_row(view) for view in views]), *alarms])
 
 
 def samples_text(shown: list[SampleView]) -> str:
@@ -103,14 +126,24 @@ def samples_text(shown: list[SampleView]) -> str:
     return "\n".join(_sample_line(sample) for sample in shown) or "no such samples"
 
 
-def _every_sample(client: EvalClient, point: str) -> Iterator[SampleView]:
-    seen = 0
-    while True:
-        page = client.samples(point, limit=PAGE, offset=seen)
-        yield from page.samples
-        seen += len(page.samples)
-        if not page.samples or seen >= page.total:
-            return
+def verdict_of(sample: SampleView) -> str:
+    """One word: what is not right is told by why, where that is known."""
+    if sample.error is not None:
+        return "error"
+    if (sample.score or 0.0) >= 1.0:
+        return "right"
+    if sample.finish_reason == "length":
+        return "truncated"
+    if not sample.output.strip():
+        return "empty"
+    return "unparsed" if sample.unparsed else "wrong"
+
+
+def _interval(view: PointView) -> str | None:
+    metric = view.metrics.get(view.headline or "")
+    if metric is None or metric.low is None or metric.high is None:
+        return None
+    return f"{metric.low:.3f}..{metric.high:.3f}"
 
 
 def _point_row(view: PointView) -> list[object]:
@@ -120,6 +153,7 @@ def _point_row(view: PointView) -> list[object]:
         view.suite,
         view.state,
         plus_minus(view.score, view.stderr),
+        _interval(view),
         view.lag_steps,
         times.stall_s,
         times.export_s,
@@ -128,14 +162,14 @@ def _point_row(view: PointView) -> list[object]:
         times.queue_s,
         view.attempts,
         view.pin_proof,
+        ",".join(alarm.kind for alarm in view.alarms),
         f"{view.reason}: {view.detail}" if view.reason and view.detail else view.reason,
     ]
 
 
 def _sample_line(sample: SampleView) -> str:
-    verdict = "error" if sample.error else "right" if (sample.score or 0.0) >= 1.0 else "wrong"
     got = sample.error or repr(sample.output)
-    return f"{verdict}  {sample.prompt!r} -> {got}  (answer {sample.answer!r}; {sample.engine})"
+    return f"{verdict_of(sample)}  {sample.prompt!r} -> {got}  (answer {sample.answer!r}; {sample.engine})"
 
 
 def _status_text(view: StatusView) -> str:
@@ -155,7 +189,10 @@ def _fleet_text(view: FleetView) -> str:
         for group in view.groups
         for e in group.engines
     ]
-    wanted = [f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready" for group in view.groups]
+    wanted = [
+        f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready, {group.actual} there"
+        for group in view.groups
+    ]
     return "\n".join([*wanted, columns(header, rows)])
 
 

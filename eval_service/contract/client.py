@@ -10,12 +10,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
 from eval_service.contract.names import check_run
+from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
+from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import (
     DispatchReply,
@@ -33,11 +36,11 @@ from eval_service.contract.wire import (
     RunCommandReply,
     RunSpec,
     RunView,
-    SamplePage,
     StatusView,
 )
 
 LONG_POLL_S = 20.0
+COMPARE_S = 20.0  # more than other reads: it goes through all samples of two points
 _PACE_S = 0.2
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -100,7 +103,9 @@ class EvalClient:
             Unavailable: the service can't be reached.
         """
         wait = min(request.wait_s if request.wait_s is not None else LONG_POLL_S, LONG_POLL_S)
-        return self._call(DispatchReply, "POST", "/dispatch", body=request, extra_s=wait if not request.snapshot else 0)
+        # A hand-over is not held; one that also asks for room is, where the caller says that it would wait.
+        held = request.snapshot is None or request.wait_s is not None
+        return self._call(DispatchReply, "POST", "/dispatch", body=request, extra_s=wait if held else 0)
 
     def reserve(self, request: DispatchRequest, *, deadline_s: float) -> DispatchReply:
         """Reserve, waiting for room up to a deadline.
@@ -211,6 +216,12 @@ class EvalClient:
         """Engines, pins, in flight."""
         return self._call(FleetView, "GET", "/fleet")
 
+    def scale(self, group: str, engines: int | None) -> ScaleReply:
+        """Ask for so many engines of a group; None: as many as its config says."""
+        return self._call(
+            ScaleReply, "POST", f"/fleet/{quote(group, safe='')}/scale", body=ScaleRequest(engines=engines)
+        )
+
     def run(self, run: str) -> RunView:
         """One run."""
         return self._call(RunView, "GET", f"/runs/{check_run(run)}")
@@ -223,9 +234,42 @@ class EvalClient:
         """One point with its attempts."""
         return self._call(PointView, "GET", f"/points/{point}")
 
-    def samples(self, point: str, **query: str | int) -> SamplePage:
-        """A point's samples."""
+    def samples(self, point: str, **query: str | int | list[str]) -> SamplePage:
+        """A point's samples; `which` (of several, those of any), `search`, `limit`, `offset`."""
         return self._call(SamplePage, "GET", f"/points/{point}/samples", params=query)
+
+    def compare(self, a: str, b: str, **query: str | int) -> Comparison:
+        """Point b beside point a, on the prompts that both scored; `dataset`, and `limit` and `offset` of the flips.
+
+        Raises:
+            Conflict: they were not asked the same.
+        """
+        return self._call(Comparison, "GET", f"/points/{a}/compare/{b}", params=query, extra_s=COMPARE_S)
+
+    def advice(
+        self,
+        run: str,
+        *,
+        suite: str | None = None,
+        metric: str | None = None,
+        direction: Direction | None = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+    ) -> Advice:
+        """Whether the run still gets better, by its points so far: what a trainer may poll to stop early.
+
+        Args:
+            suite: None: the run's first.
+            metric: None: the suite's headline, with the suite's direction.
+            patience: points in a row without improvement by more than `min_delta` that make it `stop`.
+
+        Raises:
+            InvalidRequest: no such suite, or no point has the metric.
+        """
+        asked = {"suite": suite, "metric": metric, "direction": direction}
+        query = {name: value for name, value in asked.items() if value is not None}
+        numbers = {"patience": patience, "min_delta": min_delta}
+        return self._call(Advice, "GET", f"/runs/{check_run(run)}/advice", params=query | numbers)
 
     def receipt(self, drain: str, *, wait_s: float = 0.0) -> Receipt:
         """A drain's receipt, as it stands or waiting for it."""
@@ -244,7 +288,7 @@ class EvalClient:
         path: str,
         *,
         body: BaseModel | None = None,
-        params: Mapping[str, str | int | float] | None = None,
+        params: Mapping[str, Any] | None = None,
         extra_s: float = 0.0,
     ) -> _Model:
         response = self._send(method, path, body=body, params=params, extra_s=extra_s)

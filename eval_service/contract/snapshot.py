@@ -50,6 +50,8 @@ class SnapshotWriter:
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
     files: list[FileEntry] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
+    _expected: tuple[str, ...] = ()
+    _indexed: bool = False
     _published: bool = False
 
     @property
@@ -72,6 +74,10 @@ class SnapshotWriter:
         """Remove the partial directory."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
+    def expect(self, tensors: Iterable[str]) -> None:
+        """Name every tensor of the model: a snapshot that lacks one of them is not published."""
+        self._expected = tuple(tensors)
+
     def add_weights(self, name: str, tensors: Sequence[TensorData]) -> None:
         """Write one safetensors file.
 
@@ -92,7 +98,16 @@ class SnapshotWriter:
         self.add_bytes(source.name, source.read_bytes())
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Write a file of the model that holds no weights."""
+        """Write a file of the model that holds no weights.
+
+        Raises:
+            SnapshotFault: the index, which is made of what was written and never taken over from another model.
+        """
+        if name == names.INDEX:
+            raise SnapshotFault("the index is made here", field=name, hint="don't copy the base model's")
+        self._add_bytes(name, data)
+
+    def _add_bytes(self, name: str, data: bytes) -> None:
         path = self.partial / name
         _write_synced(path, data)
         self.files.append(hash_file(path))
@@ -110,7 +125,7 @@ class SnapshotWriter:
             dispatch: the requests (one a reservation) that the service is to take in, should nobody send them.
 
         Raises:
-            SnapshotFault: a tensor was written twice, or none.
+            SnapshotFault: a tensor was written twice, or none, or one that was expected was not.
             OSError: as the file system has it.
         """
         self._write_index()
@@ -141,12 +156,16 @@ class SnapshotWriter:
             seen.add(entry.name)
         if not seen:
             raise SnapshotFault("no tensor was written", field="tensors")
+        if lacking := [name for name in self._expected if name not in seen]:
+            more = f" (nor were {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+            raise SnapshotFault(f"{lacking[0]} was never written{more}", field=lacking[0])
         shards = {entry.file for entry in self.tensors}
-        if len(shards) > 1 and all(entry.name != names.INDEX for entry in self.files):
+        if len(shards) > 1 and not self._indexed:
             total = sum(entry.size_bytes for entry in self.files if entry.name in shards)
             weight_map = {entry.name: entry.file for entry in sorted(self.tensors, key=lambda entry: entry.name)}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            self.add_bytes(names.INDEX, json.dumps(index, indent=1).encode())
+            self._indexed = True
+            self._add_bytes(names.INDEX, json.dumps(index, indent=1).encode())
 
 
 def model_files(directory: Path) -> list[Path]:

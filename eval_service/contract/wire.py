@@ -8,10 +8,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from eval_service.contract.errors import EvalfleetError
 from eval_service.contract.names import check_run
+from eval_service.contract.results import Alarm, Direction, Wire
+from eval_service.contract.results import Metric as Metric
+from eval_service.contract.results import SamplePage as SamplePage
+from eval_service.contract.results import SampleView as SampleView
 from eval_service.contract.states import PinProof, PointState, Reason
 
 
@@ -28,12 +32,6 @@ SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Uuid = Annotated[str, Field(pattern=r"^[0-9a-fA-F-]{32,36}$")]
-
-
-class Wire(BaseModel):
-    """The base of everything on the wire."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Kind(StrEnum):
@@ -164,14 +162,6 @@ class DispatchReply(Wire):
 # --- points ---------------------------------------------------------------------------------------------------------
 
 
-class Metric(Wire):
-    """A number with its uncertainty."""
-
-    value: float
-    stderr: float | None = None
-    n: int
-
-
 class Timings(Wire):
     """Seconds a point cost the trainer (first three) and the service."""
 
@@ -219,7 +209,11 @@ class PointView(Wire):
     attempts: int
     score: float | None = Field(description="the suite's headline metric")
     stderr: float | None
+    headline: str | None = Field(default=None, description="the name of the metric that `score` is")
+    direction: Direction = Direction.MAX
     metrics: dict[str, Metric]
+    alarms: tuple[Alarm, ...] = ()
+    suite_digest: str | None = Field(default=None, description="of what was asked, the data's bytes included")
     lag_steps: int | None
     timings: Timings
     created_at: float
@@ -235,32 +229,6 @@ class PointPage(Wire):
     """`GET /points`."""
 
     points: tuple[PointView, ...]
-    total: int
-
-
-class SampleView(Wire):
-    """What the model answered to one prompt."""
-
-    index: int
-    dataset: str
-    prompt: str
-    answer: str
-    output: str
-    score: float | None
-    error: str | None
-    finish_reason: str | None
-    prompt_tokens: int
-    output_tokens: int
-    engine: str
-    weight_version: str
-    latency_s: float
-    logprob: float | None = None
-
-
-class SamplePage(Wire):
-    """`GET /points/{id}/samples`."""
-
-    samples: tuple[SampleView, ...]
     total: int
 
 
@@ -374,14 +342,21 @@ class EngineView(Wire):
     heard_at: float
 
 
+SizedBy = Literal["config", "scale", "work"]
+
+
 class GroupView(Wire):
-    """Engines with one purpose."""
+    """Engines with one purpose: how many there should be, are there, and can be pinned or asked."""
 
     name: str
     kind: str
     grade: str
     desired: int
+    actual: int = Field(default=0, description="whatever their state, lost ones apart")
     ready: int
+    least: int = Field(default=0, description="bounds of `desired`, from the fleet's config")
+    most: int = 0
+    sized_by: SizedBy = Field(default="config", description="what `desired` comes from")
     engines: tuple[EngineView, ...]
 
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
+from eval_service.controller.outcomes import each_alone
 from eval_service.controller.pinning import Pinner
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
+from eval_service.controller.sizing import Sizes, worth
 from eval_service.engine.protocol import Command, EngineReport, PinOrder
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database, Fenced
@@ -34,6 +36,7 @@ from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import FileLock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import Suite
 from router.limits import Limits
@@ -160,7 +163,10 @@ class Controller:
             wait_timeout_s=self._service.point_timeout_s,
         )
         async with Router(limits) as router:
-            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, self.wake, self._clock)
+            groups = self._parts.config.groups
+            before = await ledger(ScaleOrders(self._parts.database, groups).decided)
+            sizes = Sizes(groups, before, self._clock)
+            self._acting = acting = _Acting(self._parts, moves, ledger, scorers, router, sizes, self.wake, self._clock)
             try:
                 while self._goes_on():
                     await self._tick(acting)
@@ -195,6 +201,7 @@ class _Acting:
         ledger: LedgerThread,
         scorers: ScorerPool,
         router: Router,
+        sizes: Sizes,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -217,6 +224,9 @@ class _Acting:
             on_change=wake,
             clock=clock,
         )
+        self._scaling = ScaleOrders(parts.database, parts.config.groups)
+        self._sizes = sizes
+        self._autoscaled = any(group.autoscale for group in parts.config.groups.values())
         self._lane_parts = LaneParts(
             fleet=self.fleet,
             router=router,
@@ -242,6 +252,7 @@ class _Acting:
         return (
             ("engines", self._look_at_engines),
             ("leases", self._lease),
+            ("sizes", self._decide_sizes),
             ("intents", self._take_intents),
             ("drains", self._tend_drains),
             ("overtaken", self._end_overtaken),
@@ -292,12 +303,12 @@ class _Acting:
             if point in self._lanes:
                 self._lanes[point].cancel()
         strays = [point for point in await self._ledger(self._moves.strays, lanes) if point not in self._lanes]
-        await self._each(
+        await each_alone(
             strays, lambda point: self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
         )
 
     async def _end_overdue(self) -> None:
-        await self._each(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
+        await each_alone(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
 
     async def _end_late(self, point: str) -> None:
         detail = f"not done within {self._service.point_timeout_s:.0f} s"
@@ -307,23 +318,11 @@ class _Acting:
         else:
             await self._ledger(self._moves.end_unserved, point, detail)
 
-    async def _each(self, points: Iterable[str], step: Callable[[str], Awaitable[object]]) -> None:
-        """What goes wrong with one point hinders no other."""
-        for point in points:
-            try:
-                await step(point)
-            except (Unavailable, Fenced):
-                raise
-            except Exception:
-                log.exception("point %s", point)
-
     async def _lease(self) -> None:
         if not self.fleet.free():
             return
-        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
-        by_id = {point.id: point for point in queued if await self._has_suite(point)}
-        claims = [lane.claim for lane in self._lanes.values()]
-        claims += [self._first_claim(point) for point in by_id.values()]
+        by_id = await self._queued()
+        claims = self._claims(by_id)
         free = sorted(engine.id for engine in self.fleet.free())
         held: dict[str, int] = {}
         for lane in self._lanes.values():
@@ -342,9 +341,24 @@ class _Acting:
             detail = f"it can't be begun: {type(exc).__name__}: {exc}"
             await self._ledger(self._moves.end, point, PointState.SKIPPED, Reason.SNAPSHOT_INVALID, detail)
 
+    async def _queued(self) -> dict[str, Runnable]:
+        """Points whose lane is still to begin."""
+        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
+        return {point.id: point for point in queued if await self._has_suite(point)}
+
+    def _claims(self, queued: Mapping[str, Runnable]) -> list[Claim]:
+        claims = [lane.claim for lane in self._lanes.values()]
+        return claims + [self._first_claim(point) for point in queued.values()]
+
+    async def _decide_sizes(self) -> None:
+        """How many engines there should be; Serve reads it off what is shown, so a change is shown at once."""
+        work = worth(self._claims(await self._queued())) if self._autoscaled else 0
+        if self._sizes.decide(await self._ledger(self._scaling.ordered), work):
+            self._shown_at = float("-inf")
+
     def _first_claim(self, point: Runnable) -> Claim:
         """What a point has use for whose lane is still to begin."""
-        size = len(self._parts.suites[point.suite].prompts())
+        size = self._parts.suites[point.suite].size
         waited_s = self._parts.database.clock() - point.queued_at
         return Claim(point, max(1, self._costs.engines_for(point.suite, size)), waited_s=waited_s)
 
@@ -397,6 +411,6 @@ class _Acting:
         if now - self._shown_at < LIFE_S:
             return
         upstreams = self._router.stats().upstreams
-        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0)
+        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
         await self._ledger(self._moves.show_life, view.model_dump_json())
         self._shown_at = now

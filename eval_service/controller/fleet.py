@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
+from eval_service.controller.sizing import Size
 from eval_service.engine.protocol import (
     POLL_S,
     Command,
@@ -237,14 +238,20 @@ class Fleet:
     # --- what becomes of engines
 
     def expire(self) -> list[Engine]:
-        """Mark engines lost that have been silent for too long; returns those lost now. Long lost ones are dropped."""
+        """Mark engines lost that have been silent for too long; returns those lost now.
+
+        One that was let go left in good order, and is forgotten; so are those that were lost long ago.
+        """
         now = self._clock()
         lost = []
         for engine in list(self.engines.values()):
             silent_s = now - engine.heard_at
             if not engine.lost and silent_s > self._lost_after_s:
                 self._lose(engine)
-                lost.append(engine)
+                if engine.released and engine.point is None:
+                    del self.engines[engine.id]
+                else:
+                    lost.append(engine)
             elif engine.lost and silent_s > FORGET_S and engine.point is None:
                 del self.engines[engine.id]
         return lost
@@ -336,14 +343,13 @@ class Fleet:
     def _is_leasable(self, group: str) -> bool:
         return group in self.groups and self.groups[group].kind in LEASED_KINDS
 
-    def view(self, in_flight: Callable[[str], int]) -> FleetView:
-        """What `GET /fleet` shows."""
-        return FleetView(
-            groups=tuple(self._group_view(name, group, in_flight) for name, group in self.groups.items()),
-            seen_at=None,
-        )
+    def view(self, in_flight: Callable[[str], int], sizes: Mapping[str, Size] | None = None) -> FleetView:
+        """What `GET /fleet` shows; where no sizes were decided, those of the config."""
+        known = sizes or {name: Size(group.desired, "config") for name, group in self.groups.items()}
+        groups = (self._group_view(name, group, in_flight, known[name]) for name, group in self.groups.items())
+        return FleetView(groups=tuple(groups), seen_at=None)
 
-    def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int]) -> GroupView:
+    def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int], size: Size) -> GroupView:
         engines = tuple(
             _engine_view(engine, in_flight(engine.id))
             for engine in sorted(self.engines.values(), key=lambda engine: engine.id)
@@ -353,7 +359,11 @@ class Fleet:
             name=name,
             kind=group.kind,
             grade=group.grade,
-            desired=group.desired,
+            desired=size.engines,
+            actual=sum(engine.state is not EngineState.LOST for engine in engines),
+            least=group.desired if group.kind == "attached" else group.bounds[0],
+            most=group.desired if group.kind == "attached" else group.bounds[1],
+            sized_by=size.by,
             ready=sum(engine.state in (EngineState.READY, EngineState.PINNING) for engine in engines),
             engines=engines,
         )

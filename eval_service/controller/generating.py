@@ -11,9 +11,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import Generated, SampleFault, UnusableAnswer, parse_answer, request_for
-from eval_service.suites.suite import Suite
+from eval_service.suites.suite import Ask, Suite
 from router.errors import NoTarget, RouterError, UpstreamFailed
 from router.faults import FaultKind
 from router.router import Router
@@ -28,9 +27,9 @@ class Spoiled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of one prompt: an answer, or the sample's own error."""
+    """What came of one sample: an answer, or its own error."""
 
-    prompt: Prompt
+    ask: Ask
     generated: Generated | None
     error: str | None
     engine: str
@@ -68,50 +67,50 @@ class Generation:
         self._patience_s = patience_s
         self._useless = useless
         self._answered = answered
-        self._prompts = suite.prompts()
+        self._asks = tuple(suite.asks())
         self._made = 0
         self._answers: dict[int, Answered] = {}
 
     @property
     def unanswered(self) -> int:
         """Samples that are not in yet."""
-        return len(self._prompts) - len(self._answers)
+        return len(self._asks) - len(self._answers)
 
     @property
     def all_made(self) -> bool:
         """Whether every sample was handed to the router."""
-        return self._made == len(self._prompts)
+        return self._made == len(self._asks)
 
     @property
     def unsent(self) -> int:
         """Samples that no engine works on."""
         gate = self._router.stats().targets.get(self._target)
-        return len(self._prompts) - self._made + (gate.waiting if gate else 0)
+        return len(self._asks) - self._made + (gate.waiting if gate else 0)
 
     async def run(self) -> list[Answered]:
-        """Generate them all, in the order of the prompts.
+        """Generate them all, in the order of their indices.
 
         Raises:
             ExceptionGroup: of `Spoiled`.
         """
-        left = iter(self._prompts)
+        left = iter(self._asks)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(WORKERS, len(self._prompts))):
+            for _ in range(min(WORKERS, len(self._asks))):
                 group.create_task(self._work(left))
-        return [self._answers[prompt.index] for prompt in self._prompts]
+        return [self._answers[ask.index] for ask in self._asks]
 
-    async def _work(self, left: Iterator[Prompt]) -> None:
-        for prompt in left:
+    async def _work(self, left: Iterator[Ask]) -> None:
+        for ask in left:
             self._made += 1
-            answer = await self._sample(prompt)
-            self._answers[prompt.index] = answer
+            answer = await self._sample(ask)
+            self._answers[ask.index] = answer
             self._answered(answer.latency_s if answer.generated else None)
 
-    async def _sample(self, prompt: Prompt) -> Answered:
+    async def _sample(self, ask: Ask) -> Answered:
         try:
-            request = request_for(prompt, self._suite.sampling, vocab_size=self._vocab_size)
+            request = request_for(ask.prompt, self._suite.sampling, seed=ask.seed, vocab_size=self._vocab_size)
         except SampleFault as exc:
-            return Answered(prompt, None, str(exc), "", 0.0)
+            return Answered(ask, None, str(exc), "", 0.0)
         why = ""
         for _ in range(RERUNS):
             try:
@@ -121,18 +120,18 @@ class Generation:
             except UpstreamFailed as exc:
                 if not exc.faults or any(fault.kind is not FaultKind.TIMEOUT for fault in exc.faults):
                     raise Spoiled(str(exc)) from exc
-                return Answered(prompt, None, str(exc), exc.faults[-1].upstream, 0.0)
+                return Answered(ask, None, str(exc), exc.faults[-1].upstream, 0.0)
             except RouterError as exc:
                 raise Spoiled(str(exc)) from exc
             try:
                 generated = parse_answer(answer.status, answer.body)
             except SampleFault as exc:
-                return Answered(prompt, None, str(exc), answer.upstream, answer.latency_s)
+                return Answered(ask, None, str(exc), answer.upstream, answer.latency_s)
             except UnusableAnswer as exc:
                 why = str(exc)
             else:
                 if generated.weight_version == self._weight_version:
-                    return Answered(prompt, generated, None, answer.upstream, answer.latency_s)
+                    return Answered(ask, generated, None, answer.upstream, answer.latency_s)
                 why = f"it reports weight_version {generated.weight_version!r}"
             self._useless(answer.upstream, why)
             why = f"{answer.upstream}: {why}"

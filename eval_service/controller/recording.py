@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eval_service.contract.names import samples_file
+from eval_service.contract.results import Alarm
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import SampleView
 from eval_service.controller.db import DaemonThreads, LedgerThread
@@ -19,6 +20,7 @@ from eval_service.controller.generating import Answered
 from eval_service.controller.outcomes import LaneEnd
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Result, Runnable
+from eval_service.suites.alarms import alarms_of
 from eval_service.suites.samples import write_samples
 from eval_service.suites.scoring import Score, ScorerPool
 from eval_service.suites.statistics import Aggregated, aggregate
@@ -55,7 +57,7 @@ class Recorder:
         """
         began = time.monotonic()
         samples = await self._scored(answers, weights.version)
-        found = await asyncio.to_thread(aggregate, self.suite, samples)
+        found, alarms = await asyncio.to_thread(self._made_of, samples)
         if found.error_rate > self.suite.max_error_rate:
             errors = [sample.error for sample in samples if sample.error]
             detail = f"{found.error_rate:.1%} of the samples errored, such as: {errors[0]}"
@@ -65,7 +67,7 @@ class Recorder:
         await self.threads.run(lambda: write_samples(path, samples))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
-            result = _result(found, weights, samples, path, spent)
+            result = replace(self._result(found, weights, samples, path, spent), alarms=alarms)
             recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
         except Fenced:
             await self.threads.run(lambda: path.unlink(missing_ok=True))
@@ -78,41 +80,59 @@ class Recorder:
         scores = await self.scorers.score(
             self.suite.scorer,
             [generated.output for _, generated in given],
-            [answer.prompt.answer for answer, _ in given],
+            [answer.ask.prompt.answer for answer, _ in given],
         )
-        by_index = {answer.prompt.index: score for (answer, _), score in zip(given, scores, strict=True)}
-        return [_sample_view(answer, by_index.get(answer.prompt.index), version) for answer in answers]
+        by_index = {answer.ask.index: score for (answer, _), score in zip(given, scores, strict=True)}
+        return [_sample_view(answer, by_index.get(answer.ask.index), version) for answer in answers]
 
+    def _made_of(self, samples: Sequence[SampleView]) -> tuple[Aggregated, tuple[Alarm, ...]]:
+        """The slow half of a result, for a thread."""
+        found = aggregate(self.suite, samples)
+        headline = found.metrics.get(found.headline)
+        return found, alarms_of(samples, headline, max_error_rate=self.suite.max_error_rate)
 
-def _result(
-    found: Aggregated, weights: Weights, samples: Sequence[SampleView], path: Path, timings: dict[str, float]
-) -> Result:
-    return Result(
-        metrics=found.metrics,
-        score=found.score,
-        stderr=found.stderr,
-        samples_path=str(path),
-        weight_version=weights.version,
-        pin_proof=weights.proof,
-        engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
-        timings=timings,
-    )
+    def _result(
+        self,
+        found: Aggregated,
+        weights: Weights,
+        samples: Sequence[SampleView],
+        path: Path,
+        timings: dict[str, float],
+    ) -> Result:
+        return Result(
+            metrics=found.metrics,
+            score=found.score,
+            stderr=found.stderr,
+            samples_path=str(path),
+            weight_version=weights.version,
+            pin_proof=weights.proof,
+            engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
+            timings=timings,
+            headline=found.headline,
+            direction=self.suite.config.direction,
+            suite_digest=self.suite.digest,
+        )
 
 
 def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> SampleView:
-    generated = answer.generated
+    generated, prompt = answer.generated, answer.ask.prompt
     return SampleView(
-        index=answer.prompt.index,
-        dataset=answer.prompt.dataset,
-        prompt=answer.prompt.text,
-        answer=answer.prompt.answer,
+        index=answer.ask.index,
+        prompt_index=prompt.index,
+        sample_index=answer.ask.sample,
+        seed=answer.ask.seed,
+        dataset=prompt.dataset,
+        prompt=prompt.text,
+        answer=prompt.answer,
         output=generated.output if generated else "",
         score=score.value if score else None,
         error=answer.error or (score.error if score else None),
+        unparsed=score.unparsed if score else False,
         finish_reason=generated.finish_reason if generated else None,
         prompt_tokens=generated.prompt_tokens if generated else 0,
         output_tokens=generated.output_tokens if generated else 0,
         engine=answer.engine,
         weight_version=generated.weight_version if generated else weight_version,
         latency_s=answer.latency_s,
+        logprob=generated.logprob if generated else None,
     )

@@ -322,7 +322,7 @@ class FakeEngine:
 
     def _answer(self, prompt: str | list[int], wanted: int, body: dict[str, Any], *, aborted: bool) -> dict[str, Any]:
         ids = _tokens(prompt)
-        text = "" if aborted else self._text(prompt)
+        text = "" if aborted else self._text(prompt, body)
         output = list(text.encode())[:wanted]
         finish: dict[str, Any] = {"type": "stop", "matched": 1}
         if aborted:
@@ -347,10 +347,13 @@ class FakeEngine:
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in output]
         return {"text": bytes(output).decode(errors="replace"), "output_ids": output, "meta_info": meta}
 
-    def _text(self, prompt: str | list[int]) -> str:
+    def _text(self, prompt: str | list[int], body: dict[str, Any]) -> str:
+        """A seed changes what it makes up, if its choice is not greedy."""
+        asked = body.get("sampling_params") or {}
         if isinstance(prompt, str) and prompt in self._weights.answers:
             return self._weights.answers[prompt]
-        return fake_text(self._weights.tensor_digest, prompt)
+        seed = asked.get("sampling_seed") if asked.get("temperature") else None
+        return fake_text(self._weights.tensor_digest, prompt if seed is None else f"{prompt}:{seed}")
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[str | list[int]] | None, bool]:

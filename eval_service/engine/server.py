@@ -17,6 +17,7 @@ from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import tensors_digest
 from eval_service.contract.safetensors_io import describe_file
 from eval_service.engine.errors import BootFailed, EngineError
+from eval_service.engine.first import StartLock
 from eval_service.engine.grades import (
     Grade,
     Keys,
@@ -44,6 +45,7 @@ class BootOptions:
     fleet_overrides: Mapping[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"  # to bind
     advertise: str | None = None  # the host in the URL that others are told; None: `host`
+    start_lock: Path | None = None  # of this host's GPU engines, so that the first starts alone
 
 
 class Process(Protocol):
@@ -71,10 +73,13 @@ class Server:
     model: ModelFacts
     weight_version: str | None = None
     ours: bool = True
+    start_lock: StartLock | None = None
 
     async def stop(self) -> None:
         """End the process group and close the connections."""
         await self.process.stop()
+        if self.start_lock is not None:
+            self.start_lock.close()
         await self.api.close()
 
 
@@ -85,10 +90,25 @@ async def boot_server(group: GroupConfig, options: BootOptions, clock: Clock) ->
         ConfigError: it can't be started as configured.
         BootFailed: it ended, or did not answer within the group's `start_timeout_s`.
     """
-    deadline = clock.monotonic() + group.start_timeout_s
     # In a thread: it may import torch, and a replica whose loop stands still for that long is replaced.
     cuda = group.grade != "fake" and await asyncio.to_thread(cuda_available)
     grade = resolve_grade(group.grade, cuda=cuda)
+    if grade is not Grade.SGLANG or options.start_lock is None:
+        return await _boot(grade, group, options, clock)
+    lock = StartLock(options.start_lock)
+    try:
+        await lock.turn(clock, group.start_timeout_s)
+        server = await _boot(grade, group, options, clock)
+    except BaseException:
+        lock.close()
+        raise
+    lock.up()
+    server.start_lock = lock
+    return server
+
+
+async def _boot(grade: Grade, group: GroupConfig, options: BootOptions, clock: Clock) -> Server:
+    deadline = clock.monotonic() + group.start_timeout_s
     port, nccl_port = free_ports(options.host, 2)
     keys = Keys.fresh()
     plan = plan_server(

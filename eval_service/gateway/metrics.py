@@ -22,6 +22,7 @@ class _LedgerCollector(Collector):
         yield _points(status)
         yield _reasons(self._views)
         yield _engines(fleet)
+        yield _desired(fleet)
         yield _in_flight(fleet)
         yield GaugeMetricFamily("evalfleet_epoch", "Epoch of the controller", value=status.epoch)
         yield GaugeMetricFamily(
@@ -61,6 +62,13 @@ def _engines(fleet: FleetView) -> Metric:
             counts[engine.state] = counts.get(engine.state, 0) + 1
         for state, count in counts.items():
             family.add_metric([group.name, state], count)
+    return family
+
+
+def _desired(fleet: FleetView) -> Metric:
+    family = GaugeMetricFamily("evalfleet_engines_desired", "Engines that a group should have", labels=["group"])
+    for group in fleet.groups:
+        family.add_metric([group.name], group.desired)
     return family
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from eval_service.contract.errors import Unavailable
+from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.wire import FleetView, Health, StatusView
 from eval_service.gateway.metrics import render
 from eval_service.gateway.services import Given
@@ -22,6 +23,14 @@ def status(services: Given) -> StatusView:
 def fleet(services: Given) -> FleetView:
     """Engines, pins, in flight."""
     return services.views.fleet()
+
+
+@routes.post("/fleet/{group}/scale")
+def scale(group: str, wanted: ScaleRequest, services: Given) -> ScaleReply:
+    """Set how many engines a group should have, within its bounds; points under way lose nothing."""
+    reply = services.scaling.order(group, wanted.engines)
+    services.wake()
+    return reply
 
 
 @routes.get("/healthz")

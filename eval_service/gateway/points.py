@@ -10,10 +10,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from eval_service.contract.errors import NotFound
+from eval_service.contract.results import Comparison, SamplePage
 from eval_service.contract.states import PointState
-from eval_service.contract.wire import PointPage, PointReport, PointView, SamplePage, Step
+from eval_service.contract.wire import PointPage, PointReport, PointView, Step
 from eval_service.gateway.services import Given, Services, carried_out
-from eval_service.suites.samples import Which, read_samples
+from eval_service.suites.comparison import Page, Side, compare
+from eval_service.suites.samples import Wanted, Which, read_samples
 
 routes = APIRouter(tags=["points"])
 ASKED: dict[int | str, dict[str, Any]] = {202: {"model": PointView, "description": "written, not carried out yet"}}
@@ -43,15 +45,30 @@ def get_point(id: str, services: Given) -> PointView:
 def get_samples(
     id: str,
     services: Given,
-    which: Which = Which.ALL,
+    which: Annotated[tuple[Which, ...], Query(description="of several, those of any")] = (Which.ALL,),
+    search: Annotated[str | None, Query(max_length=1000, description="in prompt, output, answer or error")] = None,
     offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> SamplePage:
     """What the model answered, prompt by prompt."""
-    point = services.views.point(id)
-    if point.samples_path is None or not Path(point.samples_path).is_file():
-        raise NotFound(f"point {id} is {point.state} and has no samples", field="id")
-    return read_samples(Path(point.samples_path), offset=offset, limit=limit, which=which)
+    path = _samples_of(services.views.point(id))
+    return read_samples(path, offset=offset, limit=limit, wanted=Wanted.of(which, search))
+
+
+@routes.get("/points/{a}/compare/{b}")
+def compare_points(
+    a: str,
+    b: str,
+    services: Given,
+    dataset: str | None = None,
+    offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
+    limit: Annotated[int, Query(ge=0, le=1000)] = 100,
+) -> Comparison:
+    """What b's samples say beside a's on the same prompts, and a page of the prompts whose score changed; 409 where
+    the two were not asked the same."""
+    first, second = services.views.point(a), services.views.point(b)
+    sides = (_side(first), _side(second))
+    return compare(*sides, direction=second.direction, dataset=dataset, page=Page(offset, limit))
 
 
 @routes.post("/points/{id}/report", responses=ASKED)
@@ -85,6 +102,16 @@ def release(id: str, services: Given) -> PointView:
     """Give a held snapshot back to garbage collection."""
     services.orders.release(id)
     return services.views.point(id)
+
+
+def _samples_of(point: PointView) -> Path:
+    if point.samples_path is None or not Path(point.samples_path).is_file():
+        raise NotFound(f"point {point.id} is {point.state} and has no samples", field="id")
+    return Path(point.samples_path)
+
+
+def _side(point: PointView) -> Side:
+    return Side(point.id, point.run, point.step, point.suite, point.suite_digest, _samples_of(point))
 
 
 async def _answer(services: Services, point: str, numbers: Collection[int], response: Response) -> PointView:

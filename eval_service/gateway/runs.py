@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
+from eval_service.contract.results import Advice, Direction
 from eval_service.contract.wire import Progress, RunCommandReply, RunSpec, RunView
 from eval_service.gateway.services import Given, Services, carried_out
+from eval_service.ledger.advising import Question
 from eval_service.ledger.orders import Asked
 
 routes = APIRouter(tags=["runs"])
@@ -35,6 +37,20 @@ def list_runs(services: Given) -> tuple[RunView, ...]:
 def get_run(run: str, services: Given) -> RunView:
     """One run."""
     return services.views.run(run)
+
+
+@routes.get("/runs/{run}/advice")
+def get_advice(
+    run: str,
+    services: Given,
+    suite: str | None = None,
+    metric: str | None = None,
+    direction: Direction | None = None,
+    patience: Annotated[int, Query(ge=1, le=1_000_000)] = 3,
+    min_delta: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
+) -> Advice:
+    """The best point so far, and whether `patience` points in a row brought nothing better; 422 for no such metric."""
+    return services.advisor.advice(run, Question(suite, metric, direction, patience, min_delta))
 
 
 @routes.post("/runs/{run}/progress", status_code=204)

@@ -10,8 +10,10 @@ from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request, Response
 
+from eval_service.ledger.advising import Advisor
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.orders import Orders
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.views import Views
 
 LONG_POLL_S = 20.0
@@ -82,9 +84,12 @@ class Services:
     views: Views
     version: str
     wake: Callable[[], None]
+    scaling: ScaleOrders
     drains: SharedLook = field(init=False)
+    advisor: Advisor = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "advisor", Advisor(self.views.database))
         object.__setattr__(self, "drains", SharedLook(self.views.drains_over))
 
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
 from eval_service.ledger.place import check_local, read_mounts
-from eval_service.ledger.schema import SCHEMA_VERSION, meta, metadata
+from eval_service.ledger.schema import ADDED, SCHEMA_VERSION, meta, metadata
 
 EPOCH = "epoch"
 VERSION = "schema_version"
@@ -79,6 +79,7 @@ class Database:
                 index.create(connection, checkfirst=True)  # one that an older ledger's table lacks
             _seed(connection, VERSION, str(SCHEMA_VERSION), self.clock())
             _seed(connection, EPOCH, "0", self.clock())
+            _migrated(connection, str(_get(connection, VERSION)), self.clock())
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -173,7 +174,20 @@ def _is_made(connection: Connection) -> bool:
     for table in metadata.sorted_tables:
         if not {index["name"] for index in there.get_indexes(table.name)} >= {index.name for index in table.indexes}:
             return False
-    return _get(connection, EPOCH) is not None and _get(connection, VERSION) is not None
+    return _get(connection, EPOCH) is not None and _get(connection, VERSION) == str(SCHEMA_VERSION)
+
+
+def _migrated(connection: Connection, found: str, now: float) -> str:
+    """Bring an older ledger up to date, as far as there is a way; returns the version that it has then."""
+    while found.isdecimal() and (columns := ADDED.get(int(found) + 1)):
+        for column in columns:
+            there = {known["name"] for known in inspect(connection).get_columns(column.table.name)}
+            if column.name not in there:
+                kind = column.type.compile(connection.dialect)
+                connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind}")
+        found = str(int(found) + 1)
+        put(connection, VERSION, found, now)
+    return found
 
 
 def _seed(connection: Connection, key: str, value: str, at: float) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import RowMapping, delete, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
+from eval_service.contract.results import Alarm, Direction, Metric
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.contract.wire import Metric
-from eval_service.ledger import carrying
+from eval_service.ledger import carrying, watching
 from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
@@ -80,6 +80,10 @@ class Result:
     pin_proof: PinProof
     engines: tuple[str, ...]
     timings: dict[str, float] = field(default_factory=dict)
+    headline: str | None = None
+    direction: Direction = Direction.MAX
+    suite_digest: str | None = None
+    alarms: tuple[Alarm, ...] = ()  # those that need no other point
 
 
 class Moves:
@@ -231,6 +235,7 @@ class Moves:
                 return False
             turn.end_attempt(point, "done", None, result.engines)
             turn.move(point, PointState.DONE, **_columns(result, row, turn.now))
+            watching.look_around(turn.connection, turn.point(point))
             return True
 
     def end(self, point: str, state: PointState, reason: Reason, detail: str) -> bool:
@@ -319,6 +324,10 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
         "weight_version": result.weight_version,
         "pin_proof": result.pin_proof,
         "timings": json.dumps(timings),
+        "headline": result.headline,
+        "direction": result.direction,
+        "suite_digest": result.suite_digest,
+        "alarms": watching.to_text(result.alarms),
     }
 
 

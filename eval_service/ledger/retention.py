@@ -11,12 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, case, delete, func, select, update
+from sqlalchemy import ColumnElement, RowMapping, case, delete, func, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import ENDS, LIVE, PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Source
 from eval_service.gc.plan import SnapshotRow
+from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
 from eval_service.ledger.rows import sound
 from eval_service.ledger.schema import attempts, commands, drains, links, points, runs, snapshots
@@ -85,7 +86,7 @@ class Retention:
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-            best = _best(connection)
+            best = best_snapshots(connection)
             reserved = {(run, step) for run, step in connection.execute(_RESERVED.distinct())}
 
         def make(row: RowMapping) -> SnapshotRow:
@@ -226,12 +227,3 @@ def _to_come() -> ColumnElement[bool]:
 def _place(row: RowMapping) -> RunPlace:
     spec, deleting = json.loads(row["spec"]), row["deleted_at"] is not None
     return RunPlace(row["run"], Path(str(spec["root"])), 0 if deleting else int(spec["keep"]), deleting)
-
-
-def _best(connection: Connection) -> frozenset[str]:
-    """The snapshots with the best score of their run and suite so far; the newest of several."""
-    counts = (points.c.state == PointState.DONE) & points.c.score.is_not(None) & points.c.superseded.is_(False)
-    best_first = (points.c.score.desc(), points.c.step.desc())
-    place = func.row_number().over(partition_by=(points.c.run, points.c.suite), order_by=best_first)
-    ranked = select(points.c.snapshot_id, place.label("place")).where(counts).subquery()
-    return frozenset(connection.execute(select(ranked.c.snapshot_id).where(ranked.c.place == 1)).scalars())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     Boolean,
     Column,
@@ -16,7 +18,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 metadata = MetaData()
 
 # What there is one of: the schema's version, the epoch, the controller's sign of life, the fleet as last seen.
@@ -100,6 +102,10 @@ points = Table(
     Column("score", Float),
     Column("stderr", Float),
     Column("metrics", Text, nullable=False, default="{}"),
+    Column("headline", String(256)),  # the name of the metric that `score` is
+    Column("direction", String(8)),  # None: more of it is better
+    Column("suite_digest", String(32)),
+    Column("alarms", Text),  # None: of a version that looked for none
     Column("samples_path", Text),
     Column("lag_steps", Integer),
     Column("timings", Text, nullable=False, default="{}"),
@@ -153,3 +159,8 @@ drains = Table(
     Column("ended_at", Float),
     Column("receipt", Text),
 )
+
+# What each version added to tables that were there already: columns that may be null, so older rows stay as they are.
+ADDED: dict[int, tuple[Column[Any], ...]] = {
+    3: (points.c.headline, points.c.direction, points.c.suite_digest, points.c.alarms),
+}

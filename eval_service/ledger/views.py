@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, Select, func, select
 
 from eval_service.contract.errors import NotFound
+from eval_service.contract.results import Direction
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     AttemptView,
@@ -29,11 +30,13 @@ from eval_service.contract.wire import (
 from eval_service.ledger.database import CONTROLLER_AT, CONTROLLER_SILENT_S, EPOCH, FLEET, Database
 from eval_service.ledger.receipts import is_open, over, receipt
 from eval_service.ledger.schema import attempts, commands, drains, points, runs, snapshots
+from eval_service.ledger.watching import from_text
 
 _SAME_NAMES = (
     *("id", "run", "step", "suite", "kind", "force", "reservation", "state", "reason", "detail"),
     *("superseded", "source", "weight_version", "pin_proof", "attempts", "score", "stderr", "lag_steps"),
     *("created_at", "queued_at", "started_at", "ended_at", "samples_path"),
+    *("headline", "suite_digest"),
 )
 
 
@@ -43,6 +46,11 @@ class Views:
     def __init__(self, database: Database, *, version: str) -> None:
         self._db = database
         self._version = version
+
+    @property
+    def database(self) -> Database:
+        """What is read."""
+        return self._db
 
     def point(self, point: str) -> PointView:
         """One point with its attempts.
@@ -234,6 +242,8 @@ def _point_view(row: RowMapping, history: tuple[AttemptView, ...] = ()) -> Point
         held=bool(row["held"]),
         snapshot=row["path"],
         digest=row["digest"] or row["claimed_digest"],
+        direction=row["direction"] or Direction.MAX,
+        alarms=from_text(row["alarms"]),
         metrics={name: Metric.model_validate(value) for name, value in json.loads(row["metrics"]).items()},
         timings=Timings.model_validate(json.loads(row["timings"])),
         history=history,

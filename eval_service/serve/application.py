@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
 from eval_service.contract.errors import Unavailable
@@ -31,8 +32,10 @@ from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Bounds, Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.orders import Orders
+from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.views import Views
 from eval_service.serve.loop_thread import LoopThread
+from eval_service.serve.scaling import DesiredCount
 from eval_service.serve.settings import Settings
 from eval_service.suites.suite import load_suites
 
@@ -49,6 +52,7 @@ ENGINE_NICENESS = 15  # Ray's own for what it starts
 _CHECK_TIMEOUT_S = 2.0
 _CONTROLLER_CHECK_TIMEOUT_S = 1.5
 _ENGINE_CHECK_TIMEOUT_S = 10.0
+_ENGINE_STOP_S = 10.0  # beside what it may take to hand its samples over
 
 
 class GatewayDeployment:
@@ -63,7 +67,8 @@ class GatewayDeployment:
         self._wakes, self._woke_at = False, self._loop.time()
         known = version("evalfleet")
         views = Views(database, version=known)
-        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake)
+        scaling = ScaleOrders(database, settings.fleet.groups)
+        self._services = Services(Intents(database, bounds), Orders(database), views, known, self._wake, scaling)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._services)
@@ -143,7 +148,9 @@ class EngineDeployment:
             settings.fleet.groups[group],
             node=host,
             options=BootOptions(
-                log=state_dir / "logs" / f"engine-{group}-{tag}.log", fleet_overrides=settings.fleet.overrides
+                log=state_dir / "logs" / f"engine-{group}-{tag}.log",
+                fleet_overrides=settings.fleet.overrides,
+                start_lock=state_dir / "engines.lock",
             ),
             link=ServeLink(controller),
         )
@@ -223,11 +230,32 @@ def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -
         part = _deployment(PlaceholderDeployment, name, replicas=least, gpus=gpus, graceful_shutdown_timeout_s=2.0)
         return part.bind()
     gpus = gpus if group.grade == "sglang" else 0
-    part = _deployment(EngineDeployment, f"engines-{name}", replicas=least, gpus=gpus, graceful_shutdown_timeout_s=20.0)
-    return part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S).bind(settings, name, controller)
+    grace_s = settings.fleet.service.handover_s + _ENGINE_STOP_S
+    part = _deployment(
+        EngineDeployment, f"engines-{name}", replicas="auto", gpus=gpus, graceful_shutdown_timeout_s=grace_s
+    )
+    part = part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S, autoscaling_config=_scaled(settings, name))
+    return part.bind(settings, name, controller)
 
 
-def _deployment(part: type, name: str, *, replicas: int = 1, gpus: int = 0, graceful_shutdown_timeout_s: float) -> Any:
+def _scaled(settings: Settings, name: str) -> AutoscalingConfig:
+    """Within the group's bounds, by what the controller decides, and without a wait of Serve's own."""
+    least, most = settings.fleet.groups[name].bounds
+    return AutoscalingConfig(
+        min_replicas=least,
+        initial_replicas=least,
+        max_replicas=most,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(
+            policy_function=DesiredCount, policy_kwargs={"ledger": settings.ledger, "group": name}
+        ),
+    )
+
+
+def _deployment(
+    part: type, name: str, *, replicas: int | str = 1, gpus: int = 0, graceful_shutdown_timeout_s: float
+) -> Any:
     return serve.deployment(part).options(
         name=name,
         num_replicas=replicas,

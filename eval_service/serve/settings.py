@@ -49,13 +49,22 @@ def check(settings: Settings) -> None:
     service = settings.fleet.service
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
-    for root in service.roots:
+    check_places(settings.fleet)
+    lock_of(settings.ledger)
+    Database(settings.ledger).close()
+
+
+def check_places(fleet: FleetConfig) -> None:
+    """See that what the fleet file names is there; only looks.
+
+    Raises:
+        ConfigError: a root, a model or a key that is not.
+    """
+    for root in fleet.service.roots:
         if not root.is_dir():
             raise ConfigError(f"{root} is no directory", field="service.roots", hint="make it, or name another")
-    for name, group in settings.fleet.groups.items():
+    for name, group in fleet.groups.items():
         if group.model is not None and not (group.model / "config.json").is_file():
             raise ConfigError(f"{group.model} is no HF model directory", field=f"groups.{name}.model")
         if group.kind == "attached":
             keys_of(group)
-    lock_of(settings.ledger)
-    Database(settings.ledger).close()

@@ -14,9 +14,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from eval_service.contract.metric_keys import avg_at, pass_all, pass_at
+from eval_service.contract.results import Direction
 from eval_service.contract.wire import SuiteName
 from eval_service.fleet_config import Section
 from eval_service.suites.scorers import SCORERS
+
+
+def attempts_told(n: int) -> tuple[int, ...]:
+    """The k of pass@k and pass^k that n samples a prompt are told by: powers of two, and n."""
+    return tuple(sorted({1 << power for power in range(n.bit_length())} | {n}))
 
 
 class SamplingConfig(Section):
@@ -27,6 +34,9 @@ class SamplingConfig(Section):
     top_k: int = Field(default=-1, ge=-1, description="-1: all tokens")
     max_new_tokens: int = Field(default=256, ge=1)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    n: int = Field(default=1, ge=1, le=1024, description="samples a prompt")
+    seed: int = Field(default=0, ge=0, description="of every sample's own seed")
+    logprob: bool = Field(default=False, description="ask for the log-prob sum of each output")
 
     @field_validator("top_k")
     @classmethod
@@ -34,6 +44,12 @@ class SamplingConfig(Section):
         if value == 0:
             raise ValueError("0 leaves no token to choose; use -1 for all of them")
         return value
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n = {self.n} greedy samples of a prompt are all the same; set a temperature above 0")
+        return self
 
 
 class DatasetConfig(Section):
@@ -55,8 +71,19 @@ class SuiteConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     scorer: str = "exact"
     metric: str | None = Field(default=None, description="the headline; None: the scorer's, over all datasets")
+    direction: Direction = Field(default=Direction.MAX, description="whether more or less of the headline is better")
     max_error_rate: float = Field(default=0.05, ge=0, le=1, description="more errored samples fail the point")
     prompt_format: Literal["rendered"] = "rendered"
+
+    @field_validator("prompt_format", mode="before")
+    @classmethod
+    def _no_template_over_a_rendered_prompt(cls, value: object) -> object:
+        if value in ("chat", "messages", "template"):
+            raise ValueError(
+                f"no template can be applied ({value!r}): datasets hold rendered prompts, sent as they stand; "
+                "leave it out, and render the prompts with the model's chat template"
+            )
+        return value
 
     @field_validator("scorer")
     @classmethod
@@ -76,9 +103,12 @@ class SuiteConfig(Section):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The scorer's metric over all datasets, then by dataset."""
-        metric = SCORERS[self.scorer].metric
-        return (metric, *(f"{dataset.name}/{metric}" for dataset in self.datasets))
+        """What may be the headline: the scorer's metric, pass@k and so on, over all datasets, then by dataset."""
+        names = [SCORERS[self.scorer].metric]
+        if (n := self.sampling.n) > 1:
+            told = attempts_told(n)
+            names += [*(pass_at(k) for k in told), *(pass_all(k) for k in told if k > 1), avg_at(n)]
+        return (*names, *(f"{dataset.name}/{name}" for dataset in self.datasets for name in names))
 
     @property
     def headline(self) -> str:

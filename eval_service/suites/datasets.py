@@ -95,11 +95,18 @@ def _column(key: str, path: Path, row: _Row) -> Any:
 
 def _text(key: str, path: Path, row: _Row) -> str:
     value = _column(key, path, row)
+    if _is_chat(value):
+        hint = "apply the model's chat template first, with its generation prompt: prompts are sent as they stand"
+        raise _fault(path, row[0], f"column {key!r} holds chat messages, and the suite's prompts are rendered", hint)
     if not isinstance(value, str):
         raise _fault(path, row[0], f"column {key!r} holds {type(value).__name__}", hint="make it a string")
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise _fault(path, row[0], f"column {key!r} holds half a surrogate pair", hint="it is no text in any encoding")
     return value
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 
 
 def _ids(key: str, path: Path, row: _Row) -> tuple[int, ...]:

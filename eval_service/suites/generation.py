@@ -8,6 +8,7 @@ sent: one beyond it kills the whole engine.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,16 @@ class Generated:
     prompt_tokens: int
     output_tokens: int
     weight_version: str
+    logprob: float | None = None  # sum over the output's tokens, where it was asked for; NaN if one is no number
 
 
-def request_for(prompt: Prompt, sampling: SamplingConfig, *, vocab_size: int | None = None) -> dict[str, Any]:
+def request_for(
+    prompt: Prompt, sampling: SamplingConfig, *, seed: int | None = None, vocab_size: int | None = None
+) -> dict[str, Any]:
     """The JSON body for `/generate`.
+
+    Args:
+        seed: of this sample; SGLang heeds it only under `enable_deterministic_inference`, and takes it anyway.
 
     Raises:
         SampleFault: token ids outside [0, vocab_size), or given while the vocabulary's size is not known.
@@ -60,10 +67,15 @@ def request_for(prompt: Prompt, sampling: SamplingConfig, *, vocab_size: int | N
     }
     if sampling.stop:
         asked["stop"] = list(sampling.stop)
+    if seed is not None:
+        asked["sampling_seed"] = seed
+    request: dict[str, Any] = {"sampling_params": asked}
+    if sampling.logprob:
+        request["return_logprob"] = True  # of the output alone: the prompt's would be computed anew
     if prompt.ids is None:
-        return {"text": prompt.text, "sampling_params": asked}
+        return {"text": prompt.text, **request}
     check_ids(prompt.ids, vocab_size)
-    return {"input_ids": list(prompt.ids), "sampling_params": asked}
+    return {"input_ids": list(prompt.ids), **request}
 
 
 def check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
@@ -111,6 +123,7 @@ def parse_answer(status: int, body: bytes) -> Generated:
         prompt_tokens=meta.prompt_tokens,
         output_tokens=meta.completion_tokens,
         weight_version=meta.weight_version,
+        logprob=_sum(meta.output_token_logprobs),
     )
 
 
@@ -135,11 +148,20 @@ class _Meta(_Foreign):
     completion_tokens: int = Field(ge=0)
     weight_version: str
     weight_versions: tuple[_Span, ...] | None = None
+    output_token_logprobs: tuple[tuple[Any, ...], ...] | None = None  # log-prob, token id, text
 
 
 class _Answer(_Foreign):
     text: str
     meta_info: _Meta
+
+
+def _sum(told: tuple[tuple[Any, ...], ...] | None) -> float | None:
+    """Of the tokens' log-probs; NaN where one of them is no number, None where they were not asked for."""
+    if told is None:
+        return None
+    values = [row[0] if row else None for row in told]
+    return math.fsum(value if isinstance(value, int | float) else math.nan for value in values)
 
 
 def _message(body: bytes) -> str:

@@ -1,7 +1,8 @@
 """A point's samples as Parquet: one row a sample, in the order of `index`.
 
-A file is there whole or not at all (written beside, synced, renamed). Writing holds one batch, reading the rows that
-were asked for and two narrow columns.
+A file is there whole or not at all (written beside, synced, renamed). Writing holds one batch. Reading a page holds the
+row groups that it lies in; what is looked for decides by narrow columns, and by the groups' own statistics where those
+tell that none of a group matches. A text is looked for in one group at a time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -21,19 +23,24 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.wire import SamplePage, SampleView
+from eval_service.contract.results import SamplePage, SampleView
 
 _ROW_GROUP = 4096
+_SEARCHED = ("prompt", "output", "answer", "error")
 
 SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),
+        pa.field("prompt_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int64(), nullable=False),
+        pa.field("seed", pa.int64()),
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("prompt", pa.large_string(), nullable=False),
         pa.field("answer", pa.large_string(), nullable=False),
         pa.field("output", pa.large_string(), nullable=False),
         pa.field("score", pa.float64()),
         pa.field("error", pa.string()),
+        pa.field("unparsed", pa.bool_(), nullable=False),
         pa.field("finish_reason", pa.string()),
         pa.field("prompt_tokens", pa.int64(), nullable=False),
         pa.field("output_tokens", pa.int64(), nullable=False),
@@ -46,11 +53,27 @@ SCHEMA = pa.schema(
 
 
 class Which(StrEnum):
-    """Which samples are asked for."""
+    """Which samples are asked for; of several, those of any."""
 
     ALL = "all"
     WRONG = "wrong"  # scored, below 1
     ERRORED = "errored"  # no score, for a reason
+    TRUNCATED = "truncated"  # cut by max_new_tokens
+    EMPTY = "empty"  # answered, with nothing but white space
+    UNPARSED = "unparsed"  # no extractor found an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What samples are looked for: some kinds (none: all of them), and a text in prompt, output, answer or error."""
+
+    kinds: frozenset[Which] = frozenset()
+    text: str = ""
+
+    @classmethod
+    def of(cls, kinds: Collection[Which] = (), text: str | None = None) -> Wanted:
+        """`all` among the kinds is all."""
+        return cls(frozenset() if Which.ALL in kinds else frozenset(kinds), text or "")
 
 
 def write_samples(path: Path, samples: Iterable[SampleView]) -> int:
@@ -102,20 +125,48 @@ def _write_in(handle: int, name: str, samples: Iterable[SampleView]) -> int:
     return count
 
 
-def read_samples(path: Path, *, offset: int = 0, limit: int = 100, which: Which = Which.ALL) -> SamplePage:
+def read_samples(path: Path, *, offset: int = 0, limit: int = 100, wanted: Wanted = Wanted()) -> SamplePage:
     """One page of a point's samples; `total` counts all that match.
 
     Raises:
         NotFound: no such file.
     """
+    with open_samples(path) as file:
+        matching = _matching(file, wanted)
+        rows = list(matching[offset : offset + limit])
+        return SamplePage(samples=tuple(rows_at(file, rows)), total=len(matching))
+
+
+def open_samples(path: Path) -> Any:
+    """The file, to be closed by whoever opened it.
+
+    Raises:
+        NotFound: no such file, or one that was cut short by somebody.
+    """
     try:
-        file = pq.ParquetFile(path)
+        return pq.ParquetFile(path)
     except FileNotFoundError as exc:
         raise NotFound(f"there are no samples at {path}") from exc
-    with file:
-        matching = _matching(file, which)
-        rows = [row for row in matching[offset : offset + limit]]
-        return SamplePage(samples=tuple(_views(file, rows)), total=len(matching))
+    except pa.ArrowInvalid as exc:
+        raise NotFound(f"what lies at {path} is no file of samples: {exc}") from exc
+
+
+def rows_at(file: Any, rows: Sequence[int]) -> Iterator[SampleView]:
+    """The samples of these rows (ascending), reading only the row groups that hold them."""
+    start = 0
+    for group in range(file.num_row_groups):
+        end = start + file.metadata.row_group(group).num_rows
+        here = [row - start for row in rows if start <= row < end]
+        if here:
+            for sample in file.read_row_group(group).take(here).to_pylist():
+                yield _view(sample)
+        start = end
+
+
+def _view(row: dict[str, Any]) -> SampleView:
+    """A row as written now, or by a version that knew only one sample a prompt."""
+    row.setdefault("prompt_index", row["index"])
+    return SampleView.model_validate(row)
 
 
 def _write_batches(file: Any, samples: Iterator[SampleView]) -> int:
@@ -127,22 +178,70 @@ def _write_batches(file: Any, samples: Iterator[SampleView]) -> int:
     return count
 
 
-def _matching(file: Any, which: Which) -> Any:
+# --- looking for samples
+
+
+def _matching(file: Any, wanted: Wanted) -> Sequence[int]:
     """The numbers of the rows that match, in order."""
-    if which is Which.ALL:
+    if not wanted.kinds and not wanted.text:
         return range(file.metadata.num_rows)
-    table = file.read(columns=["score", "error"])
-    wanted = pc.less(table["score"], 1.0) if which is Which.WRONG else pc.is_valid(table["error"])
-    return pc.indices_nonzero(pc.fill_null(wanted, False)).to_pylist()
-
-
-def _views(file: Any, rows: list[int]) -> Iterator[SampleView]:
-    """The samples of these rows (ascending), reading only the row groups that hold them."""
+    found: list[int] = []
     start = 0
     for group in range(file.num_row_groups):
-        end = start + file.metadata.row_group(group).num_rows
-        here = [row - start for row in rows if start <= row < end]
-        if here:
-            for sample in file.read_row_group(group).take(here).to_pylist():
-                yield SampleView.model_validate(sample)
-        start = end
+        rows = file.metadata.row_group(group).num_rows
+        if _may_match(file, group, wanted.kinds):
+            found += [start + row for row in _in_group(file, group, wanted)]
+        start += rows
+    return found
+
+
+def _in_group(file: Any, group: int, wanted: Wanted) -> list[int]:
+    rows = file.metadata.row_group(group).num_rows
+    mask = pa.array([not wanted.kinds] * rows) if not wanted.kinds else None
+    for kind in wanted.kinds:
+        found = pc.fill_null(_of_kind(file, group, kind), False)
+        mask = found if mask is None else pc.or_(mask, found)
+    if wanted.text and pc.any(mask).as_py():
+        texts = file.read_row_group(group, columns=list(_SEARCHED))
+        hits = [pc.match_substring(texts[name], wanted.text, ignore_case=True) for name in _SEARCHED]
+        anywhere = pc.fill_null(hits[0], False)
+        for hit in hits[1:]:
+            anywhere = pc.or_(anywhere, pc.fill_null(hit, False))
+        mask = pc.and_(mask, anywhere)
+    return list(pc.indices_nonzero(mask).to_pylist())
+
+
+def _of_kind(file: Any, group: int, kind: Which) -> Any:
+    """A mask of a group's rows, null for those that can't say."""
+
+    def column(name: str) -> Any:
+        return file.read_row_group(group, columns=[name])[name]
+
+    if kind is Which.WRONG:
+        return pc.less(column("score"), 1.0)
+    if kind is Which.ERRORED:
+        return pc.is_valid(column("error"))
+    if kind is Which.TRUNCATED:
+        return pc.equal(column("finish_reason"), "length")
+    if kind is Which.EMPTY:
+        blank = pc.equal(pc.utf8_trim_whitespace(column("output")), "")
+        return pc.and_(blank, pc.is_valid(column("finish_reason")))
+    if "unparsed" in file.schema_arrow.names:
+        return column("unparsed")
+    return pc.less(column("index"), 0)  # written before there was such a thing: none
+
+
+def _may_match(file: Any, group: int, kinds: Collection[Which]) -> bool:
+    """False where the group's statistics tell that none of it is of these kinds."""
+    return not kinds or any(_may_have(file.metadata.row_group(group), kind) for kind in kinds)
+
+
+def _may_have(group: Any, kind: Which) -> bool:
+    column = {Which.WRONG: "score", Which.ERRORED: "error"}.get(kind)
+    chunks = (group.column(number) for number in range(group.num_columns))
+    told = next((chunk.statistics for chunk in chunks if chunk.path_in_schema == column), None)
+    if told is None:
+        return True
+    if kind is Which.ERRORED:
+        return not told.has_null_count or told.null_count < group.num_rows
+    return not told.has_min_max or told.min < 1.0

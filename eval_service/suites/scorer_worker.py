@@ -15,7 +15,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from eval_service.suites.scorers import SCORERS
+from eval_service.suites.scorers import SCORERS, Unparsed
 
 # The alarm is the second line: in time, it is the parent that ends a scorer that hangs.
 _ALARM_GRACE_S = 5.0
@@ -44,6 +44,8 @@ def main(argv: list[str]) -> None:
 def _score(name: str, output: str, answer: str) -> dict[str, Any]:
     try:
         value = float(SCORERS[name].function(output, answer))
+    except Unparsed:
+        return {"value": 0.0, "unparsed": True}
     except (Exception, SystemExit) as exc:  # noqa: BLE001 - whatever a scorer raises is the sample's error
         return {"error": f"{type(exc).__name__}: {exc}"[:500]}
     return {"value": value} if math.isfinite(value) else {"error": f"the scorer returned {value}"}

@@ -1,4 +1,5 @@
-"""The scorers, as small registered functions of (output, answer) -> score in [0, 1].
+"""The scorers, as small registered functions of (output, answer) -> score in [0, 1]. One that has to find an answer in
+the output first, and can't, raises `Unparsed`.
 
 They run in processes of ScorerPool's, never in the controller's, so this module imports next to nothing.
 """
@@ -7,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+
+class Unparsed(Exception):
+    """No extractor finds an answer in the output: it scores 0, and is told apart from a wrong answer."""
+
 
 ScorerFunction = Callable[[str, str], float]
 

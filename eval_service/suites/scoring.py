@@ -40,10 +40,11 @@ class ScorerPoolFailed(EvalfleetError):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A finite value, or the error that there was in its place."""
+    """A finite value, or the error that there was in its place; `unparsed` as in `scorers.Unparsed`."""
 
     value: float | None
     error: str | None = None
+    unparsed: bool = False
 
 
 _Pair = tuple[str, str]  # output, answer

@@ -1,14 +1,17 @@
 """Suites as loaded: everything is read and checked at once, so a suite that exists can be run.
 
-The digest covers the configuration and the datasets' bytes, not where they lie: suites with one digest ask the same.
+The digest covers what is asked and how it is scored, the datasets' bytes included, and not where they lie or what is
+made of the scores: the points of suites with one digest can be compared.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -16,7 +19,17 @@ from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import validated
 from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
 from eval_service.suites.datasets import Dataset, Prompt, read_dataset
+from eval_service.suites.scorers import SCORERS
 from eval_service.suites.toml_lines import line_of
+
+# Where the data lies, what is made of the scores, and what is kept beside the answers: none of it changes an answer.
+_NOT_ASKED: Any = {
+    "datasets": {"__all__": {"path"}},
+    "sampling": {"logprob"},
+    "metric": True,
+    "direction": True,
+    "max_error_rate": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,11 @@ class Suite:
         return self.config.headline
 
     @property
+    def metric(self) -> str:
+        """The scorer's metric, over all datasets."""
+        return SCORERS[self.config.scorer].metric
+
+    @property
     def max_error_rate(self) -> float:
         """The share of errored samples above which a point fails."""
         return self.config.max_error_rate
@@ -51,6 +69,34 @@ class Suite:
     def prompts(self) -> tuple[Prompt, ...]:
         """Every prompt, in the order of `Prompt.index`."""
         return tuple(row for dataset in self.datasets for row in dataset.rows)
+
+    @property
+    def size(self) -> int:
+        """How many samples a point has."""
+        return self.sampling.n * sum(len(dataset.rows) for dataset in self.datasets)
+
+    def asks(self) -> Iterator[Ask]:
+        """Every sample to be made, in the order of `Ask.index`: prompt by prompt."""
+        n, greedy = self.sampling.n, self.sampling.temperature == 0
+        for prompt in self.prompts():
+            for sample in range(n):
+                seed = None if greedy else sample_seed(self.sampling.seed, prompt.index, sample)
+                yield Ask(prompt.index * n + sample, prompt, sample, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One sample to be made; `seed` is None where the choice is greedy."""
+
+    index: int
+    prompt: Prompt
+    sample: int
+    seed: int | None
+
+
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """A sample's own seed, in [0, 2**31): the same wherever and whenever the sample is made."""
+    return xxhash.xxh3_64_intdigest(f"{seed}:{prompt}:{sample}".encode()) >> 33
 
 
 def load_suites(path: Path) -> dict[str, Suite]:
@@ -84,7 +130,7 @@ def _load(name: str, config: SuiteConfig, base: Path, text: str) -> Suite:
 
 
 def _digest(config: SuiteConfig, datasets: list[Dataset]) -> str:
-    asked = config.model_dump(mode="json", exclude={"datasets": {"__all__": {"path"}}})
+    asked = config.model_dump(mode="json", exclude=_NOT_ASKED)
     asked["bytes"] = [dataset.digest for dataset in datasets]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
 

@@ -21,23 +21,20 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-RUN, SUITE = "sft", "upper"
+from scripts.gpu.inputs import GPU_OVERRIDES, RUN, build_apart
+from scripts.gpu.processes import Clock, Process, engine_log, environment, free_port, say, versions, wait_for_engines
+
 FULL = {
     "shape": "qwen3-0.6b",
     "num_steps": 360,
@@ -58,141 +55,6 @@ TINY = {
     "points": 2,
     "buffer": "host",
 }
-# Graphs for few batch sizes and no prefill graphs: the start is what costs time here.
-GPU_OVERRIDES = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "mem_fraction_static": 0.3,
-    "cuda_graph_backend_prefill": "disabled",
-    "cuda_graph_max_bs_decode": 64,
-    "context_length": 512,
-}
-
-
-class Clock:
-    """The time that is left."""
-
-    def __init__(self, budget_s: float) -> None:
-        self.until = time.monotonic() + budget_s
-
-    def left(self, at_most: float) -> float:
-        return max(1.0, min(at_most, self.until - time.monotonic()))
-
-
-def say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), *(part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-
-
-class Process:
-    """A child in a process group of its own, with a log."""
-
-    def __init__(self, argv: list[str], log: Path, cwd: Path = ROOT, **env: str) -> None:
-        self.log = log
-        self._file = log.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, *argv],
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env={**environment(), **env},
-            start_new_session=True,
-        )
-
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit code; None: it had to be ended."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return None
-
-    def end(self, patience_s: float = 15.0) -> None:
-        """SIGTERM, then SIGKILL, to the whole group."""
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10.0)):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait_s)
-                break
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._file.close()
-
-    def tail(self, size: int = 3000) -> str:
-        return self.log.read_text(errors="replace")[-size:]
-
-
-# --- the model and the files
-
-
-def build_inputs(work: Path, plan: dict[str, Any], port: int, tiny: bool) -> dict[str, Any]:
-    """Model, data and the three config files."""
-    from benchmarks.export import build_model
-    from eval_service.demo.tiny import build_model as build_tiny
-    from eval_service.demo.tiny import build_tokenizer
-
-    began = time.monotonic()
-    model = build_tiny(work / "model") if tiny else build_model(work / "model", plan["shape"])
-    write_data(work, plan, build_tokenizer())
-    write_configs(work, plan, port, tiny)
-    return {"seconds": time.monotonic() - began, "model_bytes": sum(p.stat().st_size for p in model.iterdir())}
-
-
-def write_data(work: Path, plan: dict[str, Any], tokenizer: Any) -> None:
-    """Put five letters into upper case; what is asked is never trained on."""
-    from eval_service.demo.tasks import TASKS, is_held_out
-
-    rng = random.Random(0)
-    train: list[tuple[str, str]] = []
-    asked: dict[str, str] = {}
-    while len(train) < plan["num_steps"] * plan["batch"] or len(asked) < plan["examples"]:
-        question, answer = TASKS["upper"](rng)
-        if is_held_out(question):
-            asked[question] = answer
-        else:
-            train.append((question, answer))
-    with (work / "train.jsonl").open("w") as file:
-        for question, answer in train[: plan["num_steps"] * plan["batch"]]:
-            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": chat}) + "\n")
-    with (work / "asked.jsonl").open("w") as file:
-        for question, answer in list(asked.items())[: plan["examples"]]:
-            chat = [{"role": "user", "content": question}]
-            prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
-
-
-def write_configs(work: Path, plan: dict[str, Any], port: int, tiny: bool) -> None:
-    gpus = 0 if tiny else 1
-    overrides = "{}" if tiny else "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in GPU_OVERRIDES.items()) + " }"
-    (work / "fleet.toml").write_text(
-        f"num_gpus = {gpus}\noverrides = {overrides}\n"
-        f'[service]\nport = {port}\nroots = ["{work}"]\nstate_dir = "{work / "state"}"\n'
-        f'[groups.eval]\nmodel = "{work / "model"}"\nnum_engines = 1\nnum_gpus_per_engine = {gpus}\n'
-        "server_concurrency = 64\nstart_timeout_s = 400\n"
-    )
-    (work / "suites.toml").write_text(
-        f"[suites.{SUITE}]\nscorer = 'exact'\nsampling = {{ max_new_tokens = 8 }}\n"
-        f"[[suites.{SUITE}.datasets]]\nname = 'upper'\npath = '{work / 'asked.jsonl'}'\n"
-    )
-    (work / "run.toml").write_text(
-        f'[run]\nname = "{RUN}"\nroot = "{work / "root"}"\noutput_dir = "{work / "train"}"\n'
-        f'[model]\nhf_path = "{work / "model"}"\n[data]\ntrain = "{work / "train.jsonl"}"\nmax_length = 64\n'
-        f"[train]\nnum_steps = {plan['num_steps']}\nglobal_batch_size = {plan['batch']}\n"
-        f"micro_batch_size = {plan['batch']}\nlr = {plan['lr']}\nwarmup_steps = {plan['warmup']}\n"
-        f'dtype = "{"float32" if tiny else "bfloat16"}"\n'
-        f'[eval]\nurl = "http://127.0.0.1:{port}"\ninterval = {plan["num_steps"] // plan["points"]}\n'
-        f'suites = ["{SUITE}"]\nbuffer = "{plan["buffer"]}"\n'
-        "keep = 10\ndrain_timeout_s = 120\n"
-    )
-
-
 # --- 1: the export by itself
 
 
@@ -223,7 +85,7 @@ def part_run(work: Path, clock: Clock, port: int, plan: dict[str, Any]) -> dict[
     found: dict[str, Any] = {}
     try:
         with EvalClient(f"http://127.0.0.1:{port}") as client:
-            wait_for_engine(client, service, clock.left(330.0))
+            wait_for_engines(client, service, 1, clock.left(330.0))
             found["engine_start_s"] = time.monotonic() - began
             say(f"the engine is there after {found['engine_start_s']:.0f} s")
             found["evaluated"] = train(work, clock, plan)
@@ -239,26 +101,6 @@ def part_run(work: Path, clock: Clock, port: int, plan: dict[str, Any]) -> dict[
         found["engine_log"] = engine_log(work)
         service.end(patience_s=30.0)
     return found
-
-
-def engine_log(work: Path) -> str:
-    logs = sorted((work / "state").rglob("*.log"), key=lambda path: path.stat().st_mtime)
-    return logs[-1].read_text(errors="replace")[-3000:] if logs else ""
-
-
-def wait_for_engine(client: Any, service: Process, timeout_s: float) -> None:
-    from eval_service.contract.errors import EvalfleetError
-
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        if service.process.poll() is not None:
-            raise RuntimeError(f"the service ended: {service.tail()}")
-        with suppress(EvalfleetError):
-            groups = client.fleet().groups
-            if any(str(engine.state) == "ready" for group in groups for engine in group.engines):
-                return
-        time.sleep(0.5)
-    raise RuntimeError("no engine came in time")
 
 
 def train(work: Path, clock: Clock, plan: dict[str, Any], *settings: str, name: str = "train") -> dict[str, Any]:
@@ -465,20 +307,6 @@ def changed(snapshot: Path, target: Path, change: Callable[[dict[str, Any]], dic
 # --- all of it
 
 
-def versions() -> dict[str, Any]:
-    import platform
-    from importlib import metadata
-
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in ("torch", "megatron-core", "transformers", "sglang", "ray", "safetensors", "evalfleet"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    with suppress(Exception):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        found["gpu"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
-    return found
-
-
 def verdicts(result: dict[str, Any]) -> dict[str, Any]:
     """What is to be reached, and whether it was."""
     run = result.get("run", {})
@@ -493,14 +321,6 @@ def verdicts(result: dict[str, Any]) -> dict[str, Any]:
         "drained": bool((run.get("receipt") or {}).get("drained")),
     }
     return {**wanted, "export targets": result.get("export", {}).get("targets")}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> int:
@@ -537,7 +357,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "plan": plan, "errors": {}}
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("versions", versions),
-        ("inputs", lambda: build_inputs_apart(work, port, args.tiny, clock, plan)),
+        ("inputs", lambda: build_apart(work, port, args.tiny, clock, plan)),
         ("export", lambda: part_export(work, clock, args.tiny)),
         ("run", lambda: part_run(work, clock, port, plan)),
         ("pin", lambda: part_pin(work, clock, args.tiny)),
@@ -559,23 +379,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.work is None:
         shutil.rmtree(work, ignore_errors=True)
     return result
-
-
-def build_inputs_apart(work: Path, port: int, tiny: bool, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: the GPU's memory is free again when it has ended."""
-    code = (
-        "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); "
-        "import importlib.util as u; s = u.spec_from_file_location('measure', sys.argv[2]); m = u.module_from_spec(s); "
-        "s.loader.exec_module(m); tiny = sys.argv[5] == '1'; w = Path(sys.argv[3]); "
-        "f = m.build_inputs(w, json.loads(sys.argv[6]), int(sys.argv[4]), tiny); "
-        "(w / 'inputs.json').write_text(json.dumps(f))"
-    )
-    argv = ["-c", code, str(ROOT), __file__, str(work), str(port), "1" if tiny else "0", json.dumps(plan)]
-    process = Process(argv, work / "logs" / "inputs.log")
-    if process.wait(clock.left(120.0)) != 0:
-        raise RuntimeError(process.tail())
-    found: dict[str, Any] = json.loads((work / "inputs.json").read_text())
-    return found
 
 
 if __name__ == "__main__":

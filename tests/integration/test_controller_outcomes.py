@@ -62,6 +62,42 @@ def test_too_many_errored_samples_fail_the_point_rather_than_dip_the_curve(stand
     go(body)
 
 
+def test_several_samples_a_prompt_have_seeds_log_probs_and_their_own_metrics(tmp_path: Path) -> None:
+    """And of two points of one run the second knows what it was asked, and what the first one was."""
+    stand = Stand(tmp_path, sampling="n = 3, temperature = 0.7, logprob = true, max_new_tokens = 16")
+
+    async def body() -> None:
+        async with stand.running(2):
+            await stand.until_ready()
+            stand.put_run("r")
+            first, second = await stand.until_ended(stand.dispatch("r", 1), stand.dispatch("r", 2))
+            samples = stand.samples(first.id)
+            assert [(s.prompt_index, s.sample_index) for s in samples] == [(i // 3, i % 3) for i in range(24)]
+            assert len({s.seed for s in samples}) == len({s.output for s in samples}) == 24
+            assert [s.seed for s in samples] == [s.seed for s in stand.samples(second.id)]
+            assert all(s.logprob is not None and s.logprob < 0 for s in samples)
+            assert {"pass@1", "pass@2", "pass@3", "pass^3", "avg@3", "unparsed"} <= set(first.metrics)
+            assert (first.metrics["exact_match"].n, first.metrics["exact_match"].prompts) == (24, 8)
+            assert (first.headline, second.suite_digest) == ("exact_match", first.suite_digest)
+            assert (first.suite_digest is not None, first.alarms, second.alarms) == (True, (), ())
+
+    go(body)
+
+
+def test_a_point_none_of_whose_answers_ended_by_itself_says_so(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, sampling="max_new_tokens = 5")
+
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            stand.put_run("r")
+            [view] = await stand.until_ended(stand.dispatch("r", 1))
+            assert [alarm.kind for alarm in view.alarms] == ["eos_never"]
+            assert view.alarms[0].evidence == {"answered": 8, "output_tokens": 5}
+
+    go(body)
+
+
 def test_a_scorer_that_hangs_holds_up_its_own_point_and_no_other(stand: Stand) -> None:
     async def body() -> None:
         async with stand.running(1):

@@ -19,6 +19,9 @@ from eval_service.engine.pin import PinFailed, SystemClock
 from eval_service.engine.protocol import PinError, PinOrder
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
+from eval_service.suites.config import SamplingConfig
+from eval_service.suites.datasets import Prompt
+from eval_service.suites.generation import parse_answer, request_for
 from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, reference_canary
 
 IDS = list(range(5, 25))
@@ -113,6 +116,20 @@ def test_input_log_probs_start_with_none_and_name_the_tokens(served: Served) -> 
     assert [row[1] for row in rows] == IDS
     assert rows[0][0] is None
     assert all(row[0] < 0 for row in rows[1:])
+
+
+def test_what_a_suite_asks_of_a_sample_is_taken_and_read(served: Served) -> None:
+    """A seed and the log-probs of the output, and of nothing else."""
+    sampling = SamplingConfig(temperature=1.0, max_new_tokens=4, n=2, logprob=True)
+    asked = request_for(Prompt(0, "d", "", "", tuple(IDS)), sampling, seed=2**31 - 1, vocab_size=VOCAB_SIZE)
+    response = served.call("POST", "/generate", asked)
+    generated = parse_answer(response.status_code, response.content)
+    rows = response.json()["meta_info"]["output_token_logprobs"]
+    assert len(rows) == generated.output_tokens
+    assert generated.logprob == pytest.approx(sum(row[0] for row in rows))
+    assert generated.logprob is not None
+    assert generated.logprob < 0
+    assert response.json()["meta_info"].get("input_token_logprobs", []) == []
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,17 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.services import Services
+from eval_service.ledger.scaling import ScaleOrders
 from tests.support.ledger import Ledger
+
+GROUPS = {
+    "eval": GroupConfig(model=Path("/model"), num_engines=(0, 4)),
+    "theirs": GroupConfig(kind="attached", model=Path("/model"), urls=("http://gpu-7:30000",)),
+    "later": GroupConfig(kind="placeholder", num_engines=2),
+}
 
 
 @dataclass
@@ -26,7 +34,8 @@ class Api:
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base)
-        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake)
+        scaling = ScaleOrders(ledger.db, GROUPS)
+        services = Services(ledger.intents, ledger.orders, ledger.views, "1.2.3", self._wake, scaling)
         self.app: FastAPI = build_app(services)
 
     def _wake(self) -> None:

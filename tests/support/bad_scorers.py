@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from eval_service.suites.scorers import scorer
+from eval_service.suites.scorers import Unparsed, scorer
 
 
 @scorer("raises_on_bad", metric="m")
@@ -29,6 +29,13 @@ def exits_on_bad(output: str, answer: str) -> float:
 def hangs_on_bad(output: str, answer: str) -> float:
     if output == "bad":
         threading.Event().wait()
+    return 1.0
+
+
+@scorer("unparsed_on_bad", metric="m")
+def unparsed_on_bad(output: str, answer: str) -> float:
+    if output == "bad":
+        raise Unparsed
     return 1.0
 
 

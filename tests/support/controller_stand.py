@@ -105,6 +105,7 @@ class Stand:
         root: Path,
         *,
         prompts: int | Mapping[str, int] = 8,
+        sampling: str = "max_new_tokens = 16",
         processes: bool = False,
         frozen: bool = False,
         times: RunnerTimes = TIMES,
@@ -119,7 +120,7 @@ class Stand:
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
         sizes = {SUITE: prompts} if isinstance(prompts, int) else prompts
-        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes))
+        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes, sampling))
         self.clock = Clock()
         self.url = f"sqlite:///{root / 'ledger.db'}"
         group = {
@@ -142,14 +143,14 @@ class Stand:
         self.runners: dict[str, EngineRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def _write_suites(self, prompts: Mapping[str, int]) -> Path:
+    def _write_suites(self, prompts: Mapping[str, int], sampling: str) -> Path:
         """One suite for each name, of so many prompts."""
         tables = []
         for name, count in prompts.items():
             rows = (json.dumps({"prompt": f"p{number}", "answer": f"a{number}"}) for number in range(count))
             (self.root / f"{name}.jsonl").write_text("\n".join(rows))
             tables.append(
-                f"[suites.{name}]\nsampling = {{ max_new_tokens = 16 }}\n"
+                f"[suites.{name}]\nsampling = {{ {sampling} }}\n"
                 f'datasets = [{{ name = "all", path = "{name}.jsonl" }}]\n'
             )
         file = self.root / "suites.toml"
@@ -396,7 +397,7 @@ class Stand:
     def check_result(self, view: PointView) -> None:
         """Every sample is there once, made with the point's own weights and no others."""
         samples = self.samples(view.id)
-        assert [sample.index for sample in samples] == list(range(len(self.suites[view.suite].prompts())))
+        assert [sample.index for sample in samples] == list(range(self.suites[view.suite].size))
         assert {sample.weight_version for sample in samples} == {view.weight_version}
         digest = self.exports[view.snapshot or ""].manifest.tensor_digest
         for sample in samples:

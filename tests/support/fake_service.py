@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -9,6 +10,8 @@ from pydantic import BaseModel
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
+from eval_service.contract.results import Action, Advice, Comparison, Direction, SampleView
+from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
@@ -23,7 +26,6 @@ from eval_service.contract.wire import (
     RunSpec,
     RunView,
     SamplePage,
-    SampleView,
     StatusView,
 )
 
@@ -43,6 +45,8 @@ class FakeService:
     dispatches: list[DispatchRequest] = field(default_factory=list)
     drains: list[DrainRequest] = field(default_factory=list)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    advice: Callable[[httpx.QueryParams], Advice] = field(default=lambda params: _no_advice())
     command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
 
     def connect(self, url: str) -> EvalClient:
@@ -61,14 +65,10 @@ class FakeService:
         match request.url.path.split("/")[1:]:
             case ["points"]:
                 return self._points(request.url.params)
-            case ["points", point, "samples"]:
-                samples = self.samples.get(point, [])
-                first, last = self._window(request.url.params)
-                return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
-            case ["points", point, verb]:
-                return self._command(point, verb)
-            case ["points", point]:
-                return next(view for view in self.points if view.id == point)
+            case ["points", point, *rest]:
+                return self._of_point(point, rest, request.url.params)
+            case ["runs", _, "advice"]:
+                return self.advice(request.url.params)
             case ["dispatch"]:
                 return self._dispatch(DispatchRequest.model_validate_json(request.content))
             case ["drain"]:
@@ -76,6 +76,10 @@ class FakeService:
                 return self.receipts.pop(0)
             case ["fleet"]:
                 return self.fleet
+            case ["fleet", group, "scale"]:
+                wanted = ScaleRequest.model_validate_json(request.content).engines
+                self.asked.append(("scale", f"{group} {wanted}"))
+                return ScaleReply(group=group, engines=wanted, least=0, most=4)
             case ["status"]:
                 return self._status()
             case ["runs", run] if request.method == "PUT":
@@ -84,6 +88,23 @@ class FakeService:
             case ["runs", run, *verb]:
                 return self._order_of_run(run, "delete" if request.method == "DELETE" else "".join(verb))
         raise NotFound(f"no route {request.url.path}")
+
+    def _of_point(self, point: str, rest: list[str], params: httpx.QueryParams) -> BaseModel:
+        match rest:
+            case ["samples"]:
+                samples = [sample for sample in self.samples.get(point, []) if _matches(sample, params)]
+                first, last = self._window(params)
+                return SamplePage(samples=tuple(samples[first:last]), total=len(samples))
+            case ["compare", other]:
+                return self._comparison(point, other, params)
+            case [verb]:
+                return self._command(point, verb)
+        return next(view for view in self.points if view.id == point)
+
+    def _comparison(self, a: str, b: str, params: httpx.QueryParams) -> Comparison:
+        found = self.comparisons[a, b]
+        first, last = self._window(params)
+        return found.model_copy(update={"flips": found.flips[first:last], "dataset": params.get("dataset")})
 
     def _order_of_run(self, run: str, verb: str) -> BaseModel:
         if verb:
@@ -145,3 +166,33 @@ class FakeService:
             snapshots_kept=2,
             metrics={"letters": 0.5},
         )
+
+
+def _matches(sample: SampleView, params: httpx.QueryParams) -> bool:
+    kinds = {
+        "all": True,
+        "wrong": sample.score is not None and sample.score < 1,
+        "errored": sample.error is not None,
+        "truncated": sample.finish_reason == "length",
+        "empty": not sample.output.strip(),
+        "unparsed": sample.unparsed,
+    }
+    chosen = [kinds[kind] for kind in params.get_list("which")] or [True]
+    return any(chosen) and params.get("search", "") in sample.prompt + sample.output
+
+
+def _no_advice() -> Advice:
+    return Advice(
+        run="demo",
+        suite="letters",
+        metric="score",
+        direction=Direction.MAX,
+        patience=3,
+        action=Action.CONTINUE,
+        why="no point has a result yet",
+        best=None,
+        since_step=None,
+        since=None,
+        points_since=0,
+        without=0,
+    )

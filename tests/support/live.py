@@ -45,6 +45,8 @@ class Live:
     base: Path
     family: Family
     grade: str = "sglang-cpu"
+    bounds: str = f"[0, {ENGINES}]"  # of the engines
+    more: str = ""  # of the fleet's file
     port: int = field(default_factory=free_port)
     child: Child = field(init=False)
     client: EvalClient = field(init=False)
@@ -82,7 +84,8 @@ class Live:
             + json.dumps({"prompt": "beyond", "answer": "x", "ids": [1, 10**6]})
             + "\n"
         )
-        (self.base / "fleet.toml").write_text(_FLEET.format(grade=self.grade, engines=ENGINES))
+        fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=str(self._by_work).lower())
+        (self.base / "fleet.toml").write_text(fleet + self.more)
         (self.base / "suites.toml").write_text(_SUITES)
 
     def start(self) -> None:
@@ -96,7 +99,14 @@ class Live:
         self.client = EvalClient(self.url)
         self.http = httpx.Client(base_url=self.url, timeout=30.0)
         wait_ready(self.child, self.client, timeout_s=120)
-        self.wait_engines()
+        if self._by_work:
+            self.client.scale("eval", ENGINES)
+            self.wait_engines()
+
+    @property
+    def _by_work(self) -> bool:
+        """The session's own engines come by the work, unless they are asked for, as they are at the start."""
+        return self.bounds.startswith("[0")
 
     def close(self) -> None:
         """Close the client's connections."""
@@ -230,7 +240,9 @@ reservation_timeout_s = 60.0
 [groups.eval]
 grade = "{grade}"
 model = "model"
-num_engines = {engines}
+num_engines = {bounds}
+autoscale = {autoscale}
+idle_timeout_s = 3.0
 num_gpus_per_engine = 0
 server_concurrency = 16
 """

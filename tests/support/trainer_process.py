@@ -69,12 +69,12 @@ class TrainerRuns:
         code = self.zygote.launch(argv, {VARIABLE: crash or ""}, stdout, stderr, TIMEOUT_S)
         return Ended(code, stdout.read_text(), stderr.read_text())
 
-    def torchrun(self, *settings: str, ranks: int) -> Ended:
-        """Run the trainer over several ranks, as a user would."""
+    def torchrun(self, *settings: str, ranks: int, crash: str = "", module: str = "torch.distributed.run") -> Ended:
+        """Run the trainer over several ranks, as a user would; or with another module, as a launch does."""
         sets = [part for setting in settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        command = [sys.executable, "-m", module, f"--nproc-per-node={ranks}", "--standalone"]
         command += ["-m", "trainer.main", "--config", str(self.config), *sets]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        env = {**os.environ, VARIABLE: crash, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=self.directory
         )

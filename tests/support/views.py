@@ -57,6 +57,7 @@ def sample(index: int, score: float = 1.0, **changes: Any) -> SampleView:
     """A sample: right at score 1."""
     values: dict[str, Any] = {
         "index": index,
+        "prompt_index": index,
         "dataset": "sort",
         "prompt": f"sort {index}",
         "answer": "abc",

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from eval_service.cli.checking import At, Demand, Direction, judge
+from eval_service.cli.checking import At, Demand, judge
+from eval_service.contract.results import Direction
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Metric
 from tests.support.command import Command

@@ -123,3 +123,18 @@ def test_a_step_without_a_point_names_the_field_and_the_fix(command: Command, ve
         2,
         "evalfleet: error: step: run demo has no point at step 7 (see `evalfleet points demo`)\n",
     )
+
+
+def test_scale_asks_for_a_number_of_engines_and_auto_gives_the_say_back(command: Command, service: FakeService) -> None:
+    ran = command("scale", "3")
+    assert ran.out == "eval: 3 engines (0 to 4)\n"
+    assert command("scale", "auto", "--group", "judge").out == "judge: as its config says (0 to 4)\n"
+    assert service.asked == [("scale", "eval 3"), ("scale", "judge None")]
+    assert json.loads(command("scale", "0", "--json").out)["engines"] == 0
+
+
+@pytest.mark.parametrize("engines", ["many", "1.5"])
+def test_scale_refuses_what_is_no_number(command: Command, service: FakeService, engines: str) -> None:
+    ran = command("scale", engines)
+    assert (ran.code, service.asked) == (2, [])
+    assert "a number, or `auto`" in ran.err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.cli.main import app
+from eval_service.contract.results import Alarm, AlarmKind, Metric
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import EndedPoint, FleetView, GroupView
 from tests.support.command import Command
@@ -49,6 +50,32 @@ def test_samples_show_what_was_wrong_up_to_the_limit(command: Command) -> None:
     ran = command("samples", "demo", "100", "--wrong", "--limit", "3")
     assert [line.split()[0] for line in ran.out.splitlines()] == ["wrong"] * 3
     assert "'cba'" in ran.out
+
+
+def test_samples_are_found_by_kind_and_by_text_by_the_service(command: Command, service: FakeService) -> None:
+    kinds = [
+        sample(0, finish_reason="length", score=0.0),
+        sample(1, output=" ", score=0.0),
+        sample(2, unparsed=True, score=0.0),
+        sample(3, error="too long"),
+        sample(4),
+    ]
+    service.samples = {"p100-letters": kinds}
+    flags = ("--truncated", "--empty", "--unparsed", "--errored")
+    told = [command("samples", "demo", "100", flag).out.split()[0] for flag in flags]
+    assert told == ["truncated", "empty", "unparsed", "error"]
+    assert len(command("samples", "demo", "100", "--errored", "--truncated").out.splitlines()) == 2
+    assert command("samples", "demo", "100", "--search", "sort 4").out.startswith("right")
+    assert command("samples", "demo", "100", "--search", "nowhere").out == "no such samples\n"
+
+
+def test_points_show_intervals_and_alarms_with_what_raised_them(command: Command, service: FakeService) -> None:
+    metric = Metric(value=0.5, n=9, low=0.25, high=0.75)
+    alarm = Alarm(kind=AlarmKind.SCORE_COLLAPSE, message="from 0.9 to 0.5")
+    service.points = [point(5, 0.5, headline="exact_match", metrics={"exact_match": metric}, alarms=(alarm,))]
+    out = command("points", "demo").out
+    assert "0.250..0.750" in out
+    assert out.splitlines()[-1] == "step 5 letters: score_collapse: from 0.9 to 0.5"
 
 
 def test_samples_as_json_are_all_of_the_pages(command: Command) -> None:

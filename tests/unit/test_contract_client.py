@@ -12,6 +12,7 @@ import pytest
 
 from eval_service.contract.client import LONG_POLL_S, EvalClient
 from eval_service.contract.errors import BY_CODE, Busy, EvalfleetError, InvalidRequest, Unavailable
+from eval_service.contract.results import Direction
 from eval_service.contract.wire import OnTimeout, PlannedPoint, RunSpec
 from tests.support.tiny_snapshots import request
 
@@ -145,6 +146,16 @@ def test_every_call_has_a_timeout_and_long_polls_a_longer_one() -> None:
     reads = [asked.extensions["timeout"]["read"] for asked in service.asked]
     assert reads == [10.0 + LONG_POLL_S, 12.0, 10.0]
     assert all(None not in asked.extensions["timeout"].values() for asked in service.asked)
+
+
+def test_advice_is_asked_for_with_what_was_given_and_no_more() -> None:
+    advice = {"run": "r1", "suite": "s", "metric": "m", "direction": "max", "patience": 3, "action": "stop", "why": "w"}
+    service = Service([ok({**advice, "best": None, "since_step": 4, "since": 1.0, "points_since": 3, "without": 0})])
+    assert service.client().advice("r1").action == "stop"
+    service.client().advice("r1", metric="pass@2", direction=Direction.MIN, patience=5, min_delta=0.1)
+    queries = [dict(asked.url.params) for asked in service.asked]
+    assert queries[0] == {"patience": "3", "min_delta": "0.0"}
+    assert queries[1] == {"metric": "pass@2", "direction": "min", "patience": "5", "min_delta": "0.1"}
 
 
 # --- reserve

@@ -184,3 +184,25 @@ def test_a_name_that_leads_out_makes_no_directory(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="can't name a run"), SnapshotWriter(tmp_path, "../x", 4, "e"):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def test_a_tensor_that_the_writer_drops_fails_the_publication_by_its_name(tmp_path: Path) -> None:
+    """The index lists keys that no shard contains: here the index is made of what was written, and what is lacking
+    is never published."""
+    with SnapshotWriter(tmp_path, "r", 1, "tests") as writer:
+        writer.expect(["kept", "dropped", "dropped too"])
+        writer.add_weights("model.safetensors", [TensorData("kept", "U8", (1,), b"x")])
+        with pytest.raises(SnapshotFault, match=r"dropped: dropped was never written \(nor were 1 more\)"):
+            writer.publish(canary=None, dispatch=())
+    assert not list((tmp_path / "r").iterdir())
+
+
+def test_the_index_of_a_base_model_can_not_be_taken_over(tmp_path: Path) -> None:
+    """A tied lm_head that is kept in the base model's index becomes an empty tensor."""
+    with SnapshotWriter(tmp_path, "r", 1, "tests") as writer:
+        for shard in "ab":
+            writer.add_weights(f"{shard}.safetensors", [TensorData(shard, "U8", (1,), b"x")])
+        with pytest.raises(SnapshotFault, match="the index is made here"):
+            writer.add_bytes(names.INDEX, b'{"weight_map": {"lm_head.weight": "b.safetensors"}}')
+        path = writer.publish(canary=None, dispatch=()).path
+    assert set(json.loads((path / names.INDEX).read_bytes())["weight_map"]) == {"a", "b"}

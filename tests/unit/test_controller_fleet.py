@@ -242,3 +242,20 @@ def test_frozen_engines_are_never_free_to_lease(bench: Bench) -> None:
         assert bench.fleet.free() == []
 
     go(body)
+
+
+@pytest.mark.parametrize(("released", "shown"), [(True, []), (False, [EngineState.LOST])])
+def test_an_engine_that_left_in_good_order_is_forgotten_and_one_that_was_cut_off_is_shown_as_lost(
+    bench: Bench, released: bool, shown: list[EngineState]
+) -> None:
+    async def body() -> None:
+        await bench.poll()
+        await bench.poll(state=EngineState.LEAVING)
+        if released:
+            bench.fleet.release()
+        bench.now = 6.0
+        assert len(bench.fleet.expire()) == len(shown)
+
+    go(body)
+    (group, _) = bench.fleet.view(lambda _: 0).groups
+    assert ([engine.state for engine in group.engines], group.actual) == (shown, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from eval_service.contract.errors import ConfigError
 from eval_service.engine.attached import keys_of
-from eval_service.fleet_config import FleetConfig, GroupConfig
+from eval_service.fleet_config import FleetConfig, GroupConfig, validated
 
 EVAL: dict[str, Any] = {"model": "/m", "num_engines": [1, 4], "num_gpus_per_engine": 1}
 ATTACHED: dict[str, Any] = {"kind": "attached", "model": "/m", "urls": ["http://gpu-7:30000"]}
@@ -24,6 +25,34 @@ def test_the_gpus_of_all_groups_add_up_and_attached_engines_use_none_of_ours() -
     assert fleet(7, eval=EVAL, later=placeholder, theirs=ATTACHED).groups["later"].desired == 0
     with pytest.raises(ValidationError, match=r"num_gpus: the groups' GPUs are 4 \(eval\) \+ 3 \(later\)"):
         fleet(8, eval=EVAL, later=placeholder)
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "fix"),
+    [
+        ({"num_gpus": 3, "eval": {"num_engines": 1, "num_gpus_per_engine": 2}}, "num_gpus", "take a multiple"),
+        ({"num_gpus": 4, "eval": {"num_engines": 3}}, "num_gpus", "must add up"),
+        ({"num_gpus": 8, "eval": {}, "judge": {"kind": "frozen", "model": "/m"}}, "num_gpus", "must add up"),
+        (
+            {"eval": {"num_engines": 0, "overrides": {"context_length": 1}}},
+            "groups.eval.overrides",
+            "allow some with num_engines",
+        ),
+        ({"eval": {}, "pre": {"kind": "prefill", "model": "/m"}}, "groups.pre.kind", "use one pinned group"),
+        ({"eval": {}, "dec": {"kind": "decode", "model": "/m"}}, "groups.dec.kind", "use one pinned group"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_with_the_field_and_the_fix(
+    table: dict[str, Any], field: str, fix: str, tmp_path: Path
+) -> None:
+    groups = {name: group for name, group in table.items() if name != "num_gpus"}
+    groups["eval"] = {"model": "/m", **groups["eval"]}
+    whole = {"service": {"roots": ["/r"]}, "num_gpus": table.get("num_gpus", 0), "groups": groups}
+    with pytest.raises(ConfigError) as caught:
+        validated(FleetConfig, whole, tmp_path / "fleet.toml")
+    assert caught.value.field == field
+    assert fix in str(caught.value)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

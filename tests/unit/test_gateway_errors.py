@@ -20,9 +20,10 @@ ROUTES = {
     *("POST /dispatch", "POST /drain", "GET /drains/{id}", "GET /status"),
     *("PUT /runs/{run}", "GET /runs", "GET /runs/{run}", "DELETE /runs/{run}"),
     *(f"POST /runs/{{run}}/{verb}" for verb in ("progress", "pause", "resume", "cancel", "backfill")),
-    *("GET /points", "GET /points/{id}", "GET /points/{id}/samples"),
+    *("GET /points", "GET /points/{id}", "GET /points/{id}/samples", "GET /points/{a}/compare/{b}"),
+    "GET /runs/{run}/advice",
     *(f"POST /points/{{id}}/{verb}" for verb in ("report", "retry", "cancel", "hold", "release")),
-    *("GET /fleet", "GET /healthz", "GET /readyz", "GET /metrics"),
+    *("GET /fleet", "POST /fleet/{group}/scale", "GET /healthz", "GET /readyz", "GET /metrics"),
 }
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eval_service.contract.results import Comparison
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import (
     DispatchReply,
@@ -22,6 +25,7 @@ from eval_service.contract.wire import (
     RunView,
     StatusView,
 )
+from eval_service.gateway import points as points_routes
 from eval_service.suites.samples import write_samples
 from tests.support.api import Api
 from tests.support.ledger import result
@@ -185,6 +189,74 @@ def test_commands_on_a_point_answer_with_what_became_of_it(api: Api) -> None:
     reserved = api.ledger.reach(S.RESERVED, 2)
     told = api.post(f"/points/{reserved}/report", {"reason": "export_failed", "detail": "disk full"})
     assert (told["state"], told["reason"], told["detail"]) == ("skipped", "export_failed", "disk full")
+
+
+def scored(api: Api, step: int, scores: list[float], **changes: Any) -> str:
+    """A done point with these samples."""
+    path = api.ledger.root / f"samples-{step}.parquet"
+    write_samples(path, [sample(i, score=score, output=f"said {score}") for i, score in enumerate(scores)])
+    point = api.ledger.queued(step, f"{step:032x}")
+    api.ledger.go(point, S.SCORING)
+    values = {"samples_path": str(path), "headline": "exact", "suite_digest": "d" * 32, "score": sum(scores)} | changes
+    assert api.ledger.moves.finish(point, result(**values))
+    return point
+
+
+def test_two_points_are_compared_on_the_same_prompts_and_the_flips_are_paged(api: Api) -> None:
+    a, b = scored(api, 1, [0, 0, 0, 1, 0, 0, 0, 0]), scored(api, 2, [1, 1, 1, 1, 1, 1, 1, 1])
+    found = Comparison.model_validate(api.get(f"/points/{a}/compare/{b}", limit=2, offset=1))
+    assert (found.difference, found.verdict, found.total, found.prompts) == (0.875, "better", 7, 8)
+    assert [flip.prompt_index for flip in found.flips] == [1, 2]
+    assert (found.flips[0].a.output, found.flips[0].b.output) == ("said 0", "said 1")
+    assert api.get(f"/points/{b}/compare/{a}", limit=0)["verdict"] == "worse"
+
+
+def test_points_that_were_asked_other_things_are_not_compared(api: Api) -> None:
+    a, b = scored(api, 1, [0, 1]), scored(api, 2, [1, 1], suite_digest="e" * 32)
+    assert "were asked other things" in api.error("GET", f"/points/{a}/compare/{b}", 409)["message"]
+    assert "has no samples" in api.error("GET", f"/points/{a}/compare/{api.ledger.queued(3)}", 404)["message"]
+    assert api.error("GET", f"/points/{a}/compare/nothing", 404)["field"] == "id"
+
+
+SLOW = [("compare", "/points/{0}/compare/{1}"), ("read_samples", "/points/{0}/samples")]
+
+
+@pytest.mark.parametrize(("slow", "path"), SLOW)
+def test_going_through_many_samples_holds_up_nobody_else(
+    api: Api, monkeypatch: pytest.MonkeyPatch, slow: str, path: str
+) -> None:
+    points = [scored(api, 1, [0, 1]), scored(api, 2, [1, 1])]
+    begun, go_on = threading.Event(), threading.Event()
+    real = getattr(points_routes, slow)
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return real(*given, **named)
+
+    monkeypatch.setattr(points_routes, slow, slowly)
+
+    async def both() -> list[int]:
+        transport = httpx.ASGITransport(api.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as client:
+            reading = asyncio.create_task(client.get(path.format(*points)))
+            assert await asyncio.to_thread(begun.wait, 60)
+            alive = await client.get("/healthz")
+            assert not reading.done()
+            go_on.set()
+            return [alive.status_code, (await reading).status_code]
+
+    assert asyncio.run(both()) == [200, 200]
+
+
+def test_advice_is_given_by_metric_direction_and_patience(api: Api) -> None:
+    for step, value in ((1, 0.2), (2, 0.1)):
+        scored(api, step, [value])
+    assert api.get("/runs/r1/advice", patience=1)["action"] == "stop"
+    assert api.get("/runs/r1/advice", patience=1, direction="min")["best"]["step"] == 2
+    assert api.error("GET", "/runs/r1/advice", 422, params={"metric": "f1"})["field"] == "metric"
+    assert api.error("GET", "/runs/r1/advice", 422, params={"patience": 0})["field"] == "patience"
+    assert api.error("GET", "/runs/nothing/advice", 404)["field"] == "run"
 
 
 def test_a_command_that_nobody_carries_out_yet_is_202(alone: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -96,3 +97,24 @@ def test_a_400_is_the_samples_own_with_the_engines_words() -> None:
 def test_a_wrong_key_a_wrong_route_and_no_room_are_not_the_samples(status: int) -> None:
     with pytest.raises(UnusableAnswer, match=str(status)):
         parse_answer(status, b"")
+
+
+def test_a_samples_own_seed_goes_with_it_and_greedy_ones_have_none() -> None:
+    prompt = Prompt(0, "d", "2+2=", "4")
+    assert request_for(prompt, SAMPLING, seed=7)["sampling_params"]["sampling_seed"] == 7
+    assert "sampling_seed" not in request_for(prompt, SAMPLING)["sampling_params"]
+
+
+def test_log_probs_are_asked_for_where_the_suite_wants_them_and_summed() -> None:
+    prompt = Prompt(0, "d", "2+2=", "4")
+    assert "return_logprob" not in request_for(prompt, SAMPLING)
+    assert request_for(prompt, SamplingConfig(logprob=True))["return_logprob"] is True
+    told = parse_answer(200, _body({"type": "stop"}, output_token_logprobs=[[-0.25, 4, None], [-0.5, 5, "x"]]))
+    assert told.logprob == -0.75
+    assert parse_answer(200, _body({"type": "stop"})).logprob is None
+
+
+def test_a_log_prob_that_is_no_number_is_told_as_one() -> None:
+    told = parse_answer(200, _body({"type": "stop"}, output_token_logprobs=[[-0.25, 4, None], [None, 5, None]]))
+    assert told.logprob is not None
+    assert math.isnan(told.logprob)

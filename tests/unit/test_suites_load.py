@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eval_service.contract.errors import ConfigError
+from eval_service.suites.config import attempts_told
 from eval_service.suites.suite import Suite, load_suites
 
 GOOD = """\
@@ -36,6 +37,22 @@ seed = 1
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_prompts_that_need_a_chat_template_are_refused_in_a_rendered_suite_and_the_reverse(
+    file: Path, tmp_path: Path
+) -> None:
+    """The model would be asked in a form that it was never trained on, and the curve would look like a bad model."""
+    file.write_text(GOOD.replace('scorer = "exact"', 'scorer = "exact"\nprompt_format = "chat"'))
+    fault = _fault(file)
+    assert fault.field == "suites.letters.prompt_format"
+    assert "render the prompts" in str(fault.hint)
+    file.write_text(GOOD)
+    _jsonl(tmp_path / "reverse.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
+    fault = _fault(file)
+    assert fault.field == "suites.letters.datasets.0"
+    assert "holds chat messages" in fault.message
+    assert "chat template" in str(fault.hint)
 
 
 @pytest.fixture
@@ -111,8 +128,8 @@ def test_a_byte_of_a_dataset_changes_the_digest(file: Path, tmp_path: Path) -> N
         ("max_new_tokens = 16", "max_new_tokens = 0", 6, "suites.letters.sampling.max_new_tokens", "greater than"),
         ("limit = 3", "limit = 0", 17, "suites.letters.datasets.1.limit", "greater than"),
         ('scorer = "exact"', 'scorer = "exakt"', 2, "suites.letters.scorer", "there are contains, exact"),
-        ('name = "sort"', 'name = "reverse"', 1, "suites.letters", "'reverse' is used twice"),
-        ('scorer = "exact"', 'metric = "f1"', 1, "suites.letters", "there are exact_match, reverse/exact_match"),
+        ('name = "sort"', 'name = "reverse"', 1, "suites.letters.datasets", "'reverse' is used twice"),
+        ('scorer = "exact"', 'metric = "f1"', 2, "suites.letters.metric", "there are exact_match, reverse/exact_match"),
         ('path = "data/sort.jsonl"', 'path = "gone.jsonl"', 15, "suites.letters.datasets.1.path", "gone.jsonl"),
         ("limit = 3", 'answer = "label"', 13, "suites.letters.datasets.1", "line 1: no column 'label' (it has answer"),
     ],
@@ -185,3 +202,56 @@ def test_token_ids_are_a_column_of_their_own(file: Path, tmp_path: Path) -> None
     for bad in ([], "12", [1, "2"], [True], [1.5]):
         _jsonl(tmp_path / "reverse.jsonl", [{"ids": bad, "answer": "a"}])
         assert "line 1: column 'ids' is no list of token ids" in str(_fault(file))
+
+
+SAMPLED = GOOD.replace("max_new_tokens = 16", "max_new_tokens = 16\nn = 3\ntemperature = 0.7")
+
+
+def test_every_sample_of_a_prompt_has_a_place_and_a_seed_of_its_own(file: Path) -> None:
+    file.write_text(SAMPLED)
+    suite = _only(file)
+    asks = list(suite.asks())
+    assert [ask.index for ask in asks] == list(range(suite.size)) == list(range(21))
+    assert [(ask.prompt.index, ask.sample) for ask in asks[:4]] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    seeds = [ask.seed for ask in asks]
+    assert len(set(seeds)) == 21
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+    assert [ask.seed for ask in _only(file).asks()] == seeds, "the same whenever it is made"
+
+
+def test_another_seed_of_the_suite_gives_every_sample_another_one(file: Path) -> None:
+    file.write_text(SAMPLED)
+    before = _only(file)
+    file.write_text(SAMPLED.replace("n = 3", "n = 3\nseed = 1"))
+    after = _only(file)
+    assert not {ask.seed for ask in before.asks()} & {ask.seed for ask in after.asks()}
+    assert before.digest != after.digest
+
+
+def test_greedy_samples_need_no_seed_and_there_is_one_a_prompt(file: Path) -> None:
+    assert {(ask.sample, ask.seed) for ask in _only(file).asks()} == {(0, None)}
+
+
+def test_several_greedy_samples_are_refused_since_they_are_all_the_same(file: Path) -> None:
+    file.write_text(GOOD.replace("max_new_tokens = 16", "max_new_tokens = 16\nn = 4"))
+    fault = _fault(file)
+    assert (fault.field, "temperature above 0" in str(fault)) == ("suites.letters.sampling", True)
+
+
+@pytest.mark.parametrize(("n", "told"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_pass_at_k_is_told_at_powers_of_two_and_at_n(n: int, told: list[int]) -> None:
+    assert list(attempts_told(n)) == told
+
+
+def test_a_headline_may_be_any_metric_that_there_will_be(file: Path) -> None:
+    file.write_text(SAMPLED.replace("[suites.letters]", '[suites.letters]\nmetric = "sort/pass@2"\ndirection = "min"'))
+    assert (_only(file).headline, _only(file).config.direction) == ("sort/pass@2", "min")
+    file.write_text(SAMPLED.replace("[suites.letters]", '[suites.letters]\nmetric = "pass@8"'))
+    assert "there are exact_match, pass@1, pass@2, pass@3, pass^2, pass^3, avg@3, reverse/" in str(_fault(file))
+
+
+@pytest.mark.parametrize("line", ['metric = "sort/exact_match"', 'direction = "min"', "max_error_rate = 0.2"])
+def test_what_is_made_of_the_scores_leaves_points_comparable(file: Path, line: str) -> None:
+    digest = _only(file).digest
+    file.write_text(GOOD.replace("max_error_rate = 0.1", line))
+    assert _only(file).digest == digest

@@ -70,6 +70,11 @@ async def test_a_scorer_that_raises_or_exits_is_that_samples_error(pool: ScorerP
     assert scores == [Score(1.0), Score(None, error), Score(1.0), Score(None, error), Score(1.0)]
 
 
+async def test_an_answer_that_no_extractor_finds_scores_0_and_is_told_apart(pool: ScorerPool) -> None:
+    scores = await pool.score("unparsed_on_bad", ["a", "bad"], ["", ""])
+    assert scores == [Score(1.0), Score(0.0, unparsed=True)]
+
+
 async def test_sys_exit_nan_and_an_unknown_name_are_errors_of_the_sample(pool: ScorerPool) -> None:
     assert await pool.score("exits_on_bad", ["sys.exit", "a"], ["", ""]) == [Score(None, "SystemExit: 3"), Score(1.0)]
     assert await pool.score("nan", ["a"], [""]) == [Score(None, "the scorer returned nan")]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import scipy.stats
+import statsmodels.api
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from statsmodels.stats.proportion import proportion_confint
 
 from eval_service.contract.wire import SampleView
-from eval_service.suites.statistics import aggregate, mean_of
+from eval_service.suites.statistics import aggregate, chance_of_all, chance_of_any, mean_of
 from eval_service.suites.suite import Suite, load_suites
 
 
@@ -29,6 +33,7 @@ def suite(tmp_path: Path) -> Suite:
 def _sample(index: int, dataset: str, score: float | None, **changes: Any) -> SampleView:
     values = {
         "index": index,
+        "prompt_index": index,
         "dataset": dataset,
         "prompt": "p",
         "answer": "x",
@@ -81,6 +86,7 @@ def test_datasets_are_told_apart_and_the_headline_is_over_all(suite: Suite) -> N
         "error_rate": 0.0,
         "truncated": 0.0,
         "empty": 0.0,
+        "unparsed": 0.0,
     }
     assert found.stderr == pytest.approx(0.25)
 
@@ -99,3 +105,153 @@ def test_where_nothing_could_be_scored_there_is_no_score(suite: Suite) -> None:
     found = aggregate(suite, [_sample(0, "a", None)])
     assert (found.score, found.stderr, found.error_rate) == (None, None, 1.0)
     assert aggregate(suite, []).metrics == {}
+
+
+# --- several samples a prompt, against statsmodels and closed forms
+
+
+def _grouped(scores: list[list[float]]) -> tuple[list[float], list[int]]:
+    values = [score for own in scores for score in own]
+    return values, [prompt for prompt, own in enumerate(scores) for _ in own]
+
+
+grouped_scores = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=6), min_size=2, max_size=30).map(_grouped)
+
+
+@settings(deadline=None)
+@given(grouped_scores)
+def test_the_standard_error_clustered_by_prompt_is_statsmodels(given_scores: tuple[list[float], list[int]]) -> None:
+    values, prompts = given_scores
+    metric = mean_of(values, prompts)
+    assert metric is not None
+    assert metric.stderr is not None
+    ones = numpy.ones((len(values), 1))
+    fit = statsmodels.api.OLS(values, ones).fit(cov_type="cluster", cov_kwds={"groups": numpy.array(prompts)})
+    assert math.isclose(metric.value, fit.params[0], rel_tol=1e-9, abs_tol=1e-9)
+    assert math.isclose(metric.stderr, fit.bse[0], rel_tol=1e-6, abs_tol=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(2, 1e3), min_size=2, max_size=40))
+def test_the_interval_of_graded_scores_is_students(values: list[float]) -> None:
+    metric = mean_of(values)
+    assert metric is not None
+    if metric.stderr == 0.0:
+        assert (metric.low, metric.high) == (metric.value, metric.value)
+        return
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, numpy.mean(values), scipy.stats.sem(values))
+    assert [metric.low, metric.high] == pytest.approx([low, high], rel=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_the_interval_of_right_or_wrong_is_wilsons_also_where_all_are_right(right: list[bool]) -> None:
+    metric = mean_of([float(value) for value in right])
+    assert metric is not None
+    assert metric.low is not None
+    assert metric.high is not None
+    expected = proportion_confint(sum(right), len(right), method="wilson")
+    assert (metric.low, metric.high) == pytest.approx(expected, abs=1e-12)
+    assert metric.low < metric.high, "not even a hundred right answers are certainty"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5), min_size=1, max_size=20).map(_grouped))
+def test_no_interval_of_shares_leaves_what_shares_can_be(given_scores: tuple[list[float], list[int]]) -> None:
+    metric = mean_of(*given_scores)
+    assert metric is not None
+    if metric.low is not None and metric.high is not None:
+        assert 0.0 <= metric.low <= metric.value <= metric.high <= 1.0
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e-9, 123.456])
+def test_equal_scores_have_exactly_that_mean_and_no_error(value: float) -> None:
+    metric = mean_of([value] * 7)
+    assert metric is not None
+    assert (metric.value, metric.stderr) == (value, 0.0)
+    clustered = mean_of([value] * 6, [0, 0, 1, 1, 2, 2])
+    assert clustered is not None
+    assert (clustered.value, clustered.stderr, clustered.prompts) == (value, 0.0, 3)
+
+
+def test_samples_of_one_prompt_say_nothing_of_other_prompts() -> None:
+    metric = mean_of([1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0])
+    assert metric is not None
+    assert (metric.value, metric.stderr, metric.low, metric.high, metric.prompts) == (0.75, None, None, None, 1)
+
+
+def test_a_right_answer_sampled_often_is_not_many_right_answers() -> None:
+    few = mean_of([1.0] * 10)
+    often = mean_of([1.0] * 80, [prompt for prompt in range(10) for _ in range(8)])
+    assert few is not None
+    assert often is not None
+    assert (often.low, often.high) == (few.low, few.high)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_and_pass_all_are_what_drawing_k_of_n_comes_to(n: int) -> None:
+    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([1] * right + [0] * (n - right), k))
+        assert chance_of_any(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-15)
+        assert chance_of_all(n, right, k) == pytest.approx(sum(map(all, draws)) / len(draws), abs=1e-15)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_pass_at_k_is_unbiased(k: int) -> None:
+    """Its expectation over all outcomes is the chance itself."""
+    n, p = 8, 0.3
+    chances = [scipy.stats.binom.pmf(right, n, p) for right in range(n + 1)]
+    assert math.fsum(c * chance_of_any(n, r, k) for r, c in enumerate(chances)) == pytest.approx(1 - (1 - p) ** k)
+    assert math.fsum(c * chance_of_all(n, r, k) for r, c in enumerate(chances)) == pytest.approx(p**k)
+
+
+def test_pass_at_k_of_huge_numbers_neither_overflows_nor_loses_digits() -> None:
+    assert chance_of_any(1024, 1, 512) == pytest.approx(0.5)
+    assert chance_of_any(1024, 1024, 1024) == 1.0
+    assert chance_of_all(1024, 1023, 1024) == 0.0
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Suite:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p", "answer": "x"}\n' * 3)
+    (tmp_path / "suites.toml").write_text(
+        '[suites.s]\ndatasets = [{name = "a", path = "a.jsonl"}]\nsampling = {n = 4, temperature = 1.0}\n'
+        'metric = "pass@4"\n'
+    )
+    return load_suites(tmp_path / "suites.toml")["s"]
+
+
+def _drawn(scores: list[list[float | None]]) -> list[SampleView]:
+    rows = [(prompt, sample, score) for prompt, own in enumerate(scores) for sample, score in enumerate(own)]
+    return [_sample(p * 4 + s, "a", score, prompt_index=p, sample_index=s) for p, s, score in rows]
+
+
+def test_several_samples_a_prompt_have_pass_at_k_pass_all_and_avg(sampled: Suite) -> None:
+    found = aggregate(sampled, _drawn([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]))
+    values = {name: metric.value for name, metric in found.metrics.items() if "/" not in name}
+    assert values["exact_match"] == values["pass@1"] == values["avg@4"] == pytest.approx(5 / 12)
+    assert [values["pass@2"], values["pass@4"]] == pytest.approx([1.5 / 3, 2 / 3])
+    assert [values["pass^2"], values["pass^4"]] == pytest.approx([1 / 3, 1 / 3])
+    assert found.score == values["pass@4"], "it is the headline"
+    assert found.metrics["exact_match"].prompts == found.metrics["pass@4"].n == 3
+    assert found.metrics["exact_match"].stderr == pytest.approx(found.metrics["avg@4"].stderr)
+    assert set(sampled.config.metrics) == set(found.metrics) - {"error_rate", "truncated", "empty", "unparsed"}
+
+
+def test_a_prompt_with_errored_samples_is_in_no_pass_at_k_that_it_has_too_few_for(sampled: Suite) -> None:
+    metrics = aggregate(sampled, _drawn([[1, 1, 1, 1], [0, None, None, 0], [None, None, None, None]])).metrics
+    assert (metrics["pass@4"].value, metrics["pass@4"].n) == (1.0, 1)
+    assert (metrics["pass@2"].value, metrics["pass@2"].n) == (0.5, 2)
+    assert (metrics["exact_match"].n, metrics["avg@4"].n) == (6, 2)
+
+
+def test_where_all_samples_errored_there_is_an_error_rate_and_nothing_else(sampled: Suite) -> None:
+    samples = [s.model_copy(update={"finish_reason": None}) for s in _drawn([[None] * 4, [None] * 4])]
+    found = aggregate(sampled, samples)
+    assert (set(found.metrics), found.score, found.error_rate) == ({"error_rate"}, None, 1.0)
+
+
+def test_an_answer_that_no_extractor_finds_is_told_apart_from_a_wrong_one(suite: Suite) -> None:
+    samples = [_sample(0, "a", 0.0, unparsed=True), _sample(1, "a", 0.0), _sample(2, "a", 1.0), _sample(3, "a", 1.0)]
+    metrics = aggregate(suite, samples).metrics
+    assert (metrics["unparsed"].value, metrics["exact_match"].value) == (0.25, 0.5)

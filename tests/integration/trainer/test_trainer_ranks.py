@@ -150,8 +150,22 @@ def test_torchrun_trains_over_two_ranks_and_rank_0_alone_talks_to_the_service(
     assert hf.name == runs.snapshots()[-1].name  # the same content has the same digest, whoever wrote it
 
 
+def test_ranks_that_are_told_to_end_drain_once_and_the_exit_code_says_so(runs: TrainerRuns, stub: StubService) -> None:
+    """The others must not end with an error before the first one has drained: torchrun would kill it."""
+    result = runs.torchrun(
+        "parallel.tensor=2", "train.num_steps=6", ranks=2, crash="in_step:3:term", module="trainer.ranks"
+    )
+    assert result.returncode == 143, result.stderr
+    assert len(stub.drains) == 1
+    assert runs.events("stopped", "drain_end") == ["stopped:3", "drain_end"]
+
+
 def test_a_layout_that_the_model_or_the_ranks_do_not_fit_is_refused_by_name(runs: TrainerRuns) -> None:
-    for setting, field in (("parallel.tensor=4", "parallel"), ("parallel.pipeline=5", "parallel")):
+    for setting, field in (
+        ("parallel.tensor=4", "parallel"),
+        ("parallel.pipeline=5", "parallel"),
+        ("parallel.data=2", "parallel.data"),
+    ):
         result = runs.launch(setting)
         assert result.returncode == 2
         assert f"{field}: " in result.stderr

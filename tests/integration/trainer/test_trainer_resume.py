@@ -67,3 +67,14 @@ def test_plan_prints_and_trains_nothing(runs: TrainerRuns, stub: StubService) ->
     assert "plan: points at steps 0, 2, 4, 6 (final)" in result.stdout
     assert not runs.run_dir.exists()
     assert stub.calls == []
+
+
+def test_a_run_on_dumped_batches_has_the_losses_of_the_run_that_dumped_them(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    """Neither the data nor its order is read again, so a fault is met again."""
+    assert runs.launch(*QUIET, 'data.save_debug_data="dumped"').returncode == 0
+    again = (*QUIET, 'run.name="again"', 'run.output_dir="again"', 'data.load_debug_data="dumped"')
+    result = runs.launch(*again, 'data.train="gone.jsonl"', "train.seed=9")
+    assert result.returncode == 0, result.stderr
+    assert losses(read_steplog(runs.directory / "again" / "steps.jsonl")) == losses(runs.log())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,15 @@ def test_the_resolved_config_loads_again(path: Path) -> None:
         ("eval.max_in_flight=0", "eval.max_in_flight"),
         ("eval.keep=-1", "eval.keep"),
         ("eval.snapshot_source=caller", "eval.snapshot_source"),
+        ('eval.snapshot_source=""', "eval.snapshot_source"),
         ("eval.snapshot_source=reuse", "train.save_hf"),
         ("run.name=a/b", "run.name"),
         ("run.name=a..b", "run.name"),
         ("fleet.num_eval_engines=0", "fleet.num_eval_engines"),
         ("fleet.num_eval_engines=[2,1]", "fleet.num_eval_engines"),
         ("fleet.num_eval_engines=-1", "fleet.num_eval_engines"),
+        ("parallel.data=0", "parallel.data"),
+        ("data.load_debug_data=dumped", "data.load_debug_data"),
         ("nonsense", "--set"),
     ],
 )
@@ -97,6 +101,46 @@ def test_what_cannot_work_is_refused_by_name(path: Path, override: str, field: s
     assert str(caught.value.field).startswith(field)
     assert caught.value.hint
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("train.debug_rollout_only", "no rollouts"),
+        ("eval.rollout_only", "no rollouts"),
+        ("train.debug_train_only", "unset eval.interval"),
+        ("eval.eval_only", "train.num_steps = 0"),
+        ("data.load_debug_rollout_data", "data.load_debug_data"),
+        ("train.load_debug_data", r"\[data\]"),
+    ],
+)
+def test_switches_of_other_trainers_are_unknown_and_the_hint_says_why(path: Path, key: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        load_run(path, [f"{key}=true"])
+    assert caught.value.field == key
+    assert re.search(why, str(caught.value.hint))
+
+
+def test_dumped_batches_are_trained_on_without_evaluation_or_not_at_all(path: Path) -> None:
+    """Their curve would mean nothing."""
+    load = ["data.load_debug_data=dumped"]
+    with pytest.raises(ConfigError, match=r"unset eval\.interval"):
+        load_run(path, load)
+    config = load_run(path, [*load, "eval.interval=none", "eval.suites=[]"])
+    assert config.data.load_debug_data == path.parent / "dumped"
+    with pytest.raises(ConfigError, match="dumped already"):
+        load_run(path, [*load, "data.save_debug_data=again", "eval.interval=none", "eval.suites=[]"])
+
+
+def test_the_address_that_the_file_leaves_out_comes_from_the_environment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVALFLEET_URL", "http://10.0.0.1:9")
+    assert load_run(path, ["eval.url=none"]).eval.url == "http://10.0.0.1:9"
+    assert load_run(path).eval.url == "http://127.0.0.1:1"
+    monkeypatch.delenv("EVALFLEET_URL")
+    with pytest.raises(ConfigError, match="the service's address"):
+        load_run(path, ["eval.url=none"])
 
 
 def test_reuse_needs_an_interval_that_is_a_multiple_of_the_saves(path: Path) -> None:
@@ -143,6 +187,23 @@ def test_nothing_but_the_launch_reads_what_starts_inference_engines_is_derived_f
     assert readers == {"launch.py"}
     with pytest.raises(ValidationError, match="frozen"):
         LaunchConfig().starts_inference_engines = False  # type: ignore[misc]
+
+
+def test_a_launch_tells_the_run_of_the_fleet_and_two_files_may_not_differ(path: Path) -> None:
+    told = {"num_eval_engines": [2, 2]}
+    assert load_run(path, fleet=told).fleet.num_eval_engines == (2, 2)
+    assert load_run(path, ["fleet.num_eval_engines=2"], told).fleet.starts_inference_engines
+    with pytest.raises(ConfigError, match=r"fleet\.toml \[2, 2\]") as caught:
+        load_run(path, ["fleet.num_eval_engines=3"], told)
+    assert caught.value.field == "fleet.num_eval_engines"
+
+
+def test_an_interval_with_a_fleet_of_no_engine_is_refused_unless_some_are_attached(path: Path) -> None:
+    """Otherwise an accepted config would silently run no eval."""
+    with pytest.raises(ConfigError, match="an interval needs engines"):
+        load_run(path, fleet={"num_eval_engines": [0, 0], "num_attached_engines": 0})
+    attached = load_run(path, fleet={"num_eval_engines": [0, 0], "num_attached_engines": 1}).fleet
+    assert (attached.starts_inference_engines, attached.has_engines) == (False, True)
 
 
 # --- the model's config.json
