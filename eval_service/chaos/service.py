@@ -16,11 +16,12 @@ from eval_service.chaos.world import World
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError
 from eval_service.contract.wire import EngineState, EngineView
-from eval_service.demo.processes import Child
+from eval_service.demo.processes import Child, DemoError
 from eval_service.demo.service import HOST, wait_ready
 
 START_S = 150.0
 _DEAD_S = 30.0
+_STARTS = 3
 DISABLE = "EVALFLEET_CHAOS_DISABLE"
 _SABOTAGE = Path(__file__).parent / "sabotage"
 
@@ -58,14 +59,28 @@ class Service:
     def kill(self, client: EvalClient) -> bool:
         """SIGKILL to the command that started everything; when all is gone, start it again."""
         assert self.child is not None
-        os.kill(self.child.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # an earlier start of it may have failed
+            os.kill(self.child.process.pid, signal.SIGKILL)
         self.child.process.wait()
         ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
         if not wait_until(lambda: not any(self.victims.find(part) for part in ours), _DEAD_S):
             left = [(part, process.pid) for part in ours for process in self.victims.find(part)]
             self.orphans += [f"{part.name.lower()} {pid} outlived the service" for part, pid in left]
-        self.start(client)
+        self._start_again(client)
         return True
+
+    def _start_again(self, client: EvalClient) -> None:
+        """As a supervisor of services does: a fault may end a start too, such as a proxy killed before it ran."""
+        for left in reversed(range(_STARTS)):
+            try:
+                self.start(client)
+                return
+            except DemoError:
+                if not left:
+                    raise
+                assert self.child is not None
+                self.child.process.kill()
+                self.child.process.wait()
 
     def views(self, client: EvalClient) -> list[EngineView]:
         """The engines as the service shows them; none while it can't."""

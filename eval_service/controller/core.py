@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
+from eval_service.controller.outcomes import each_alone
 from eval_service.controller.pin_orders import PinMaker
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
 from eval_service.controller.serving import ServedParts, Serving
@@ -286,7 +287,8 @@ class _Acting:
 
     def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look consists of, leases first: an idle engine waits for nobody; little where nothing changed."""
-        little = not everything and not self._lanes and self._clock() < self._look_at
+        serving = self.serving is not None and bool(self.serving.lanes)
+        little = not everything and not self._lanes and not serving and self._clock() < self._look_at
         if not little:
             self._look_at = self._clock() + TIME_S
         steps = (
@@ -357,12 +359,12 @@ class _Acting:
             if point in self._lanes:
                 self._lanes[point].cancel()
         strays = [point for point in await self._ledger(self._moves.strays, lanes) if point not in self._lanes]
-        await self._each(
+        await each_alone(
             strays, lambda point: self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
         )
 
     async def _end_overdue(self) -> None:
-        await self._each(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
+        await each_alone(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
 
     async def _end_late(self, point: str) -> None:
         detail = f"not done within {self._service.point_timeout_s:.0f} s"
@@ -371,16 +373,6 @@ class _Acting:
             self._lanes[point].cancel()
         else:
             await self._ledger(self._moves.end_unserved, point, detail)
-
-    async def _each(self, points: Iterable[str], step: Callable[[str], Awaitable[object]]) -> None:
-        """What goes wrong with one point hinders no other."""
-        for point in points:
-            try:
-                await step(point)
-            except (Unavailable, Fenced):
-                raise
-            except Exception:
-                log.exception("point %s", point)
 
     async def _lease(self) -> None:
         serving = self.serving

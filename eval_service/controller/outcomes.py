@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
+from eval_service.ledger.database import Fenced
 
 
 class LaneFault(Exception):
@@ -12,6 +17,9 @@ class LaneFault(Exception):
         super().__init__(f"{fault}: {detail}")
         self.fault = fault
         self.detail = detail
+
+
+log = logging.getLogger(__name__)
 
 
 class LaneEnd(Exception):
@@ -26,3 +34,14 @@ class LaneEnd(Exception):
 
 class Overtaken(Exception):
     """Somebody else ended the point; there is nothing to write."""
+
+
+async def each_alone(points: Iterable[str], step: Callable[[str], Awaitable[object]]) -> None:
+    """Take a step for each point: what goes wrong with one hinders no other."""
+    for point in points:
+        try:
+            await step(point)
+        except (Unavailable, Fenced):
+            raise
+        except Exception:
+            log.exception("point %s", point)
