@@ -79,7 +79,7 @@ class CheckpointStore:
     def sweep(self) -> list[Path]:
         """Delete what a killed launch left half-written or half-deleted, of this run alone; returns what went."""
         left = [path for kind in ("partial", "trash") for path in self.directory.glob(f".{kind}-{self.run}-*")]
-        left += names.run_dir(self.hf_root, self.run).glob(names.partial_name("*"))
+        left += names.run_dir(self.hf_root, self.run).glob(f"{names.PARTIAL_PREFIX}*")
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
         return left

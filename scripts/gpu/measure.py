@@ -7,8 +7,8 @@
    exactly three points, checked by `evalfleet check`; every figure of the trainer, the service and the drain from it.
 3. `pin`: an engine of our own loads those snapshots: load and pin seconds, how well the canary agrees, and what it says
    of weights one step off, of a dropped tensor and of two swapped ones.
-4. `offload`, with `--only offload` alone: the same training with `train.offload_train` and without: losses, exports, peak
-   device memory, what is held between steps, time per step.
+4. `offload`, with `--only offload` alone: the same training with `train.offload_train` and without: losses, exports,
+   peak device memory, what is held between steps, time per step.
 
 With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
 evaluation: what a point costs the step. `--points` is how many points there are after the baseline (default 2).
