@@ -72,7 +72,7 @@ class Loop:
             if self._stops:
                 self._stopped(step - 1, saver)
                 return
-            self._train_step(step, training, dataset)
+            self._train_step(step, training, dataset, saver)
             point = due.get(step)
             if saver.is_due(step, point):
                 saver.save(step)
@@ -86,10 +86,10 @@ class Loop:
             saver.save(step)
             saver.writer.finish()
 
-    def _train_step(self, step: int, training: Training, dataset: Dataset) -> None:
+    def _train_step(self, step: int, training: Training, dataset: Dataset, saver: Saver) -> None:
         self.log.write("step_begin", step=step)
         crash_point("in_step", step)
-        crash_point("settled", step, first=self.hook.join if self.hook is not None else None)
+        crash_point("settled", step, first=saver.settle)
         result = training.step(step, dataset)
         figures = {"loss": result.loss, "lr": result.rate, "grad_norm": result.grad_norm, "tokens": result.tokens}
         self.log.write("step_end", step=step, **figures, **device_bytes(training.model.ranks.device))
@@ -152,9 +152,10 @@ class Saver:
         with self.training.here():
             self.writer.save(step, self.training.state(step, self.data))
         self.log.write("save", step=step, save_s=self.clock() - started)
-        crash_point("after_save", step, first=self._settle)
+        crash_point("after_save", step, first=self.settle)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait for what is written behind."""
         self.writer.settle()
         self.stager.background.join()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
@@ -35,6 +36,10 @@ from trainer.parallel import Channel
 
 Shards = dict[str, Any]
 _FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+class ShardsFailed(Exception):
+    """Some rank could not write or read its part. (torch's own is no Exception, and would end a thread unheard.)"""
 
 
 def model_shards(gpt: Any) -> Shards:
@@ -68,8 +73,18 @@ def begin_save(state: Shards, directory: Path, channel: Channel) -> Callable[[],
     """
     with quiet():
         request = dist_checkpointing.save(state, str(directory), _InThread(channel), async_sharded_save=True)
-    write: Callable[[], None] = request.async_fn
-    return write  # megatron's own finalisation would use the training thread's group
+    return partial(_run, request.async_fn)  # megatron's own finalisation would use the training thread's group
+
+
+def _run(write: Callable[[], object]) -> None:
+    try:
+        write()
+    except CheckpointException as exc:
+        raise ShardsFailed(_first(exc)) from exc
+
+
+def _first(exc: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {type(found[0]).__name__}: {found[0]}" for rank, found in exc.failures.items())
 
 
 def end_save(directory: Path) -> None:
@@ -81,10 +96,13 @@ def load(state: Shards, directory: Path) -> dict[str, Any]:
     """Read what `state` describes, into its tensors where that can be; returns the same structure of plain tensors.
 
     Raises:
-        CheckpointingException: it is not there, or of another shape. Beside it, what torch raises of broken files.
+        ShardsFailed: some rank found a tensor of another shape. Beside it, what megatron and torch raise of files.
     """
-    with quiet():
-        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+    try:
+        with quiet():
+            loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+    except CheckpointException as exc:
+        raise ShardsFailed(_first(exc)) from exc
     return dict(loaded)
 
 

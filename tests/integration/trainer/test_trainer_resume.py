@@ -24,7 +24,7 @@ def losses(log: list[dict[str, Any]]) -> dict[int, Any]:
 
 def test_a_killed_and_resumed_run_has_the_losses_of_one_never_interrupted(runs: TrainerRuns, stub: StubService) -> None:
     assert runs.launch(*QUIET, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
-    assert runs.launch(*QUIET, crash="in_step:6").returncode == -9
+    assert runs.launch(*QUIET, crash="settled:6").returncode == -9
     assert runs.launch(*QUIET).returncode == 0
     assert [entry["start"] for entry in runs.log() if entry["event"] == "start"] == [0, 4]
     whole = losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
@@ -76,13 +76,13 @@ def test_a_packed_run_that_is_killed_and_resumed_has_the_losses_of_one_never_int
 ) -> None:
     packed = (*QUIET, "data.packing=true", "data.max_length=96")
     assert runs.launch(*packed, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
-    assert runs.launch(*packed, crash="in_step:6").returncode == -9
+    assert runs.launch(*packed, crash="settled:6").returncode == -9
     assert runs.launch(*packed).returncode == 0
     assert losses(runs.log()) == losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
 
 
 def test_a_resumed_run_says_that_its_data_is_another(runs: TrainerRuns, stub: StubService) -> None:
-    assert runs.launch(*QUIET, crash="in_step:6").returncode == -9
+    assert runs.launch(*QUIET, crash="settled:6").returncode == -9
     assert runs.launch(*QUIET, "data.packing=true", "train.seed=1").returncode == 0
     (changed,) = [entry["changed"] for entry in runs.log() if entry["event"] == "data_changed"]
     assert changed == ["rows", "seed"]
