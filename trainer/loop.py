@@ -149,8 +149,10 @@ class Saver:
         started = self.clock()
         if self.config.train.save_hf:
             self._save_hf(step)
+        self.writer.settle()  # so that there is never more than one copy
         with self.training.here():
-            self.writer.save(step, self.training.state(step, self.data))
+            state = self.training.state(step, self.data)
+        self.writer.save(step, state)
         self.log.write("save", step=step, save_s=self.clock() - started)
         crash_point("after_save", step, first=self.settle)
 

@@ -21,7 +21,7 @@ from trainer.mcore import (
     quiet,
 )
 from trainer.model import DTYPES, Model
-from trainer.sharding import Shards
+from trainer.sharding import Shards, on_host
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
@@ -44,7 +44,11 @@ class Optimizer(Protocol):
         """The parameters were set from outside: main copies follow them."""
 
     def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds of it, beside the model's own shards: main parameters, moments, steps. Collective."""
+        """What a checkpoint holds of it, beside the model's own shards: main parameters, moments, steps. Collective.
+
+        Args:
+            loading: where it is to be read to; else copies in host memory.
+        """
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it holds on the device beside the parameters and their gradients."""
@@ -179,7 +183,7 @@ class HostOptimizer:
             for name, shard in model.items()
         }
         steps = {float(self._adamw.state[main]["step"]) for main in self._main}
-        return {"steps": max(steps), "state": state}
+        return {"steps": max(steps), "state": state if loading else on_host(state)}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """As `Optimizer.tensors`."""

@@ -18,7 +18,7 @@ from trainer.background import Background
 from trainer.checkpoint import CheckpointStore
 from trainer.crash import crash_point
 from trainer.parallel import TIMEOUT, Ranks
-from trainer.sharding import Shards, begin_save, end_save, on_host
+from trainer.sharding import Shards, begin_save, end_save
 from trainer.steplog import StepLog
 
 
@@ -39,13 +39,17 @@ class CheckpointWriter:
     fault: str | None = None
 
     def save(self, step: int, state: Shards) -> None:
-        """Copy the state of now, and publish it behind; waits for the save before this one. Collective."""
+        """Publish a state behind; waits for the save before this one. Collective.
+
+        Args:
+            state: that nobody changes any more.
+        """
         self.settle()
         directory, fault = self.ranks.main.broadcast(self._begin() if self.ranks.leads else None)
         write: Callable[[], None] | None = None
         if fault is None:
             try:
-                write = begin_save(on_host(state), directory, self.ranks.save)
+                write = begin_save(state, directory, self.ranks.save)
             except Exception as exc:  # noqa: BLE001 - the edge: every rank is told
                 fault = _told(exc)
             fault = next((found for found in self.ranks.main.gather(fault) if found), None)

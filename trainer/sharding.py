@@ -68,7 +68,7 @@ def begin_save(state: Shards, directory: Path, channel: Channel) -> Callable[[],
     """Check the state over all ranks and write its common part; what is returned writes the rest, on `channel` alone.
 
     Args:
-        state: as `on_host` returns it; what is not sharded is the same on all ranks.
+        state: in host memory that nobody changes any more; what is not sharded is the same on all ranks.
         directory: there, and empty.
     """
     with quiet():

@@ -26,7 +26,7 @@ from trainer.offload import CudaMemory, Offload, PlainMemory
 from trainer.optim import Optimizer, build_optimizer
 from trainer.parallel import Ranks, share_of
 from trainer.rope import Positions
-from trainer.sharding import Shards, model_shards
+from trainer.sharding import Shards, model_shards, on_host
 from trainer.sharding import load as load_shards
 
 
@@ -100,7 +100,7 @@ class Training:
         return float(total[0]), float(total[1])
 
     def state(self, step: int, data: Mapping[str, Any]) -> Shards:
-        """What a checkpoint holds of now; `here` meanwhile, and until it was copied. Collective.
+        """What a checkpoint holds of now, in host memory of its own; `here` meanwhile. Collective.
 
         Args:
             data: what decides the order of the data; a step's own place in it follows from its number, as its learning
@@ -110,7 +110,7 @@ class Training:
         return self._common() | {
             "step": step,
             "data": dict(data),
-            "model": model,
+            "model": on_host(model),
             "optimizer": self.optimizer.shards(model),
         }
 

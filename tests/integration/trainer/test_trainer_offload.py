@@ -82,7 +82,8 @@ def test_losses_checkpoints_and_exports_are_those_of_one_that_stays(
         assert (ours.digest, ours.canary) == (theirs.digest, theirs.canary)
     writer = CheckpointWriter(CheckpointStore(tmp_path / "saved", "run"), ranks)
     with moving.here():
-        writer.save(3, moving.state(3, {}))
+        state = moving.state(3, {})
+    writer.save(3, state)
     writer.finish()
     assert device_bytes_of(moving) == 0
     assert device_bytes_of(staying) > 0
