@@ -101,14 +101,21 @@ class MegatronOptimizer:
 
     def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
         """As `Optimizer.shards`; gathered by each data-parallel group's first rank, on the host."""
+        for inner in self._inner():
+            _ensure_moments(inner)  # megatron asks for the steps of a state that is there
         with quiet():
             found = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=_RESHARDABLE)
         return dict(found)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """As `Optimizer.tensors`."""
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            yield from _tensors_of(part.optimizer)
+        for inner in self._inner():
+            yield from _tensors_of(inner)
+
+    def _inner(self) -> list[Any]:
+        """Torch's own optimizers, over this rank's share of the main parameters."""
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [part.optimizer for part in parts]
 
     def load(self, state: dict[str, Any]) -> None:
         """As `Optimizer.load`."""
@@ -198,11 +205,9 @@ class HostOptimizer:
     def _held(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """The tensors of each parameter; moments that no step has made yet are zero."""
         held = {}
+        _ensure_moments(self._adamw)
         for param, main in zip(self._params, self._main, strict=True):
             state = self._adamw.state[main]
-            if not state:
-                state["step"] = torch.zeros(())
-                state |= {kind: torch.zeros_like(main) for kind in _MOMENTS}
             held[param] = {kind: state[kind] for kind in _MOMENTS} | ({} if main is param else {"param": main})
         return held
 
@@ -216,6 +221,15 @@ class HostOptimizer:
         if torch.distributed.get_world_size(group) > 1:
             torch.distributed.all_reduce(total, group=group)
         return float(total.sqrt())
+
+
+def _ensure_moments(optimizer: Any) -> None:
+    """Those that no step has made yet are zero."""
+    for group in optimizer.param_groups:
+        for main in group["params"]:
+            if not (state := optimizer.state[main]):
+                state["step"] = torch.zeros(())
+                state |= {kind: torch.zeros_like(main.data) for kind in _MOMENTS}
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
