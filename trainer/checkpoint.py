@@ -1,88 +1,91 @@
-"""The trainer's own checkpoints: `<save_dir>/step_<step>/` with one file a rank, and `save_hf` directories beside.
+"""The trainer's own checkpoints on disk: `<save_dir>/step_<step>/`, and `save_hf` directories beside them.
 
-Invariants: a directory under its final name is whole (written beside, synced, renamed); files hold tensors and plain
-values only and are read as such. A `save_hf` directory lies at `<save_dir>/hf/<run>/step_<step>-<digest8>/`, with the
+Invariants: a directory under its final name is whole: it is written as `.partial-<run>-<nonce>`, synced, and renamed
+when every rank is done; megatron's `metadata.json` is its last file, and what lacks it is no checkpoint. One that goes
+is renamed before it is deleted. A `save_hf` directory lies at `<save_dir>/hf/<run>/step_<step>-<digest8>/`, with the
 manifest and marker of a snapshot; nothing here ever deletes one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from eval_service.contract.errors import ConfigError
-from trainer.parallel import Channel
+from eval_service.contract import names
 
 FIELD = "train.save_dir"
-_META = "meta.json"
+LAST_FILE = "metadata.json"
 _NAME = re.compile(r"step_(\d{1,12})")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of one run; `keep` is how many of the newest are left, None: all."""
 
     directory: Path
     run: str
+    keep: int | None = None
 
     @property
     def hf_root(self) -> Path:
         """The root of the `save_hf` directories."""
         return self.directory / "hf"
 
+    def path(self, step: int) -> Path:
+        """Where a step's checkpoint is."""
+        return self.directory / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, in order."""
+        if not self.directory.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / LAST_FILE).is_file())
+        return sorted(int(match[1]) for match in found if match)
+
     def latest(self) -> int | None:
         """The step of the newest checkpoint; None: there is none."""
-        if not self.directory.is_dir():
-            return None
-        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / _META).is_file())
-        return max((int(match[1]) for match in found if match), default=None)
+        return max(self.steps(), default=None)
 
-    def save(self, step: int, label: str | None, state: dict[str, Any], channel: Channel) -> Path:
-        """Publish a checkpoint; every rank calls this.
+    def begin(self) -> Path:
+        """A new directory to write into."""
+        partial = self.directory / f".partial-{self.run}-{uuid.uuid4().hex}"
+        partial.mkdir(parents=True)
+        return partial
 
-        Args:
-            label: names this rank's part of the model; None: another rank saves the same.
-            state: tensors and plain values.
-        """
-        target = self.directory / f"step_{step}"
-        partial = self.directory / channel.broadcast(f".partial-{uuid.uuid4().hex}")
-        partial.mkdir(parents=True, exist_ok=True)
-        try:
-            if label is not None:
-                torch.save(state, partial / f"{label}.pt")
-                _sync(partial / f"{label}.pt")
-            channel.gather(None)  # every part is there
-            if channel.rank == 0:
-                (partial / _META).write_text(json.dumps({"run": self.run, "step": step, "format_version": 1}))
-                _sync(partial / _META)
-                partial.rename(target)
-                _sync(self.directory)
-            channel.gather(None)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    def publish(self, partial: Path, step: int) -> Path:
+        """Give a written directory its name; what had it (and was not whole, or is of another past) goes."""
+        for path in sorted(partial.iterdir()):
+            _sync(path)
+        _sync(partial)
+        target = self.path(step)
+        replaced = self._trash(target) if target.exists() else None
+        partial.rename(target)
+        _sync(self.directory)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         return target
 
-    def load(self, step: int, rank: str) -> dict[str, Any]:
-        """Read what `save` was given.
+    def rotate(self) -> list[int]:
+        """Delete all but the newest `keep`; returns the steps that went."""
+        gone = self.steps()[: -self.keep] if self.keep is not None else []
+        for step in gone:
+            shutil.rmtree(self._trash(self.path(step)), ignore_errors=True)
+        return gone
 
-        Raises:
-            ConfigError: it can't be read, or is of another layout of ranks.
-        """
-        path = self.directory / f"step_{step}" / f"{rank}.pt"
-        try:
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-        except (OSError, RuntimeError, ValueError) as exc:
-            raise ConfigError(
-                f"{path} can't be read: {exc}", field=FIELD, hint="name another directory, or set train.resume = false"
-            ) from exc
+    def sweep(self) -> list[Path]:
+        """Delete what a killed launch left half-written or half-deleted, of this run alone; returns what went."""
+        left = [path for kind in ("partial", "trash") for path in self.directory.glob(f".{kind}-{self.run}-*")]
+        left += names.run_dir(self.hf_root, self.run).glob(f"{names.PARTIAL_PREFIX}*")
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        return left
+
+    def _trash(self, path: Path) -> Path:
+        return path.rename(self.directory / f".trash-{self.run}-{uuid.uuid4().hex}")
 
 
 def _sync(path: Path) -> None:

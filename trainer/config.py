@@ -72,6 +72,7 @@ class DataSection(Section):
 
     train: Path = Field(description='JSON lines of {"messages": [{"role": ..., "content": ...}, ...]}')
     max_length: int = Field(default=1024, ge=2, description="tokens; longer conversations are cut")
+    packing: bool = Field(default=False, description="conversations share rows of up to `max_length` tokens")
     save_debug_data: Path | None = Field(default=None, description="directory that each step's batch is dumped to")
     load_debug_data: Path | None = Field(default=None, description="train on the batches that were dumped there")
 
@@ -101,8 +102,12 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of parameters and activations; main parameters are always float32"
     )
+    offload_train: bool = Field(
+        default=False, description="parameters and optimizer wait on the host between steps; needs a GPU"
+    )
     threads: int | None = Field(default=None, ge=1, description="of torch; None: as torch has it")
     save_interval: int | None = Field(default=None, ge=1, description="steps; None: the last step alone")
+    keep_checkpoints: int | None = Field(default=None, ge=1, description="newest ones that are left; None: all")
     save_dir: Path | None = Field(default=None, description="default <output_dir>/checkpoints")
     save_hf: bool = Field(default=False, description="a Hugging Face directory beside each checkpoint")
     resume: bool = Field(default=True, description="from the latest checkpoint, where there is one")

@@ -1,9 +1,10 @@
 """A test aid: dies, or fails, at a named place, so that the tests of crashes need no luck.
 
 `EVALFLEET_TRAINER_CRASH_AT=place:step[:how]`, with `how` one of `kill` (SIGKILL, the default), `term` (SIGTERM) and
-`raise`; the variable is unset outside tests. Places: after_save, after_reserve, after_publish, after_dispatch,
-in_step, in_export, and settled: in a step, once everything that was exported before it is handed over (so it is at
-after_save too).
+`raise`; the variable is unset outside tests. Places: after_save, after_reserve, after_publish, after_dispatch, in_step,
+in_export, in_shard (an export's first file is written), in_save (behind: every part of a checkpoint is written, and
+nothing has its name yet), and settled: in a step, once everything that was saved and exported before
+it is there (so it is at after_save too).
 """
 
 from __future__ import annotations

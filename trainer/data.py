@@ -1,7 +1,7 @@
 """Chat messages to token batches: loss on the assistant's tokens alone, the EOS that ends each turn included.
 
-Invariant: which conversations a step trains on depends on the seed and the step alone, so a resumed run needs no more
-than its step to go on with the right ones.
+Invariant: which conversations a step trains on, and how they are packed, depends on the seed and the step alone, so a
+resumed run needs no more than its step to go on with the right ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from eval_service.contract.errors import ConfigError
 
 FIELD = "data.train"
+_OPEN_ROWS = 64
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
@@ -35,38 +37,61 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation: `learn[i]` says whether token i is one that the model must come to emit."""
+    """A conversation, or several that share a row: `learn[i]` says whether token i is one that the model must come to
+    emit, `starts` where each conversation begins."""
 
     token_ids: tuple[int, ...]
     learn: tuple[bool, ...]
+    starts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """[b, s] each; `labels[i, j]` follows `token_ids[i, j]`, and `loss_mask` is 1.0 where it counts."""
+    """[b, s] each; `labels[i, j]` follows `token_ids[i, j]`, and `loss_mask` is 1.0 where it counts. Positions begin
+    anew with each conversation; `documents` says which of its row's a token is of, None: no row has more than one."""
 
     token_ids: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+    documents: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         parts = (self.token_ids, self.labels, self.loss_mask, self.position_ids)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        tokens, labels, mask, positions = (part.to(device, non_blocking=True) for part in parts)
+        documents = self.documents.to(device, non_blocking=True) if self.documents is not None else None
+        return Batch(tokens, labels, mask, positions, documents)
+
+    def visible(self) -> torch.Tensor | None:
+        """[b, 1, s, s], whether token i may see token j: those before it in its own conversation. None: all before."""
+        if self.documents is None:
+            return None
+        same = self.documents[:, :, None] == self.documents[:, None, :]
+        return same.tril()[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples in a seeded order: every epoch is a new permutation, and its incomplete last batch is left out."""
+    """Rows in a seeded order: every epoch is a new permutation, and its incomplete last batch is left out."""
 
     examples: Sequence[Example]
     seed: int
     global_batch_size: int
 
     @property
+    def identity(self) -> dict[str, int]:
+        """What decides which rows a step trains on; a checkpoint remembers it."""
+        return {
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "rows": len(self.examples),
+            "conversations": sum(len(example.starts) for example in self.examples),
+        }
+
+    @property
     def steps_per_epoch(self) -> int:
-        """Steps until every example was seen once, but for those of an incomplete batch."""
+        """Steps until every row was seen once, but for those of an incomplete batch."""
         return len(self.examples) // self.global_batch_size
 
     def of_step(self, step: int) -> list[Example]:
@@ -85,21 +110,60 @@ def _order(seed: int, epoch: int, count: int) -> list[int]:
 
 
 def load_dataset(
-    path: Path, tokenizer: ChatTokenizer, *, max_length: int, seed: int, global_batch_size: int
+    path: Path,
+    tokenizer: ChatTokenizer,
+    *,
+    max_length: int,
+    seed: int,
+    global_batch_size: int,
+    packing: bool = False,
 ) -> Dataset:
-    """Read and tokenize a JSON-lines file.
+    """Read and tokenize a JSON-lines file; with `packing`, conversations share rows of up to `max_length` tokens.
 
     Raises:
         ConfigError: names the line that is wrong, or says that there are too few conversations.
     """
     examples = [example for example in _examples(path, tokenizer, max_length) if any(example.learn)]
+    if packing:
+        examples = pack(examples, max_length, seed)
     if len(examples) < global_batch_size:
+        what = "rows of conversations" if packing else "conversations"
         raise ConfigError(
-            f"{path.name} has {len(examples)} conversations with something to learn, fewer than a batch",
+            f"{path.name} has {len(examples)} {what} with something to learn, fewer than a batch",
             field=FIELD,
             hint=f"lower train.global_batch_size ({global_batch_size}), or give more data",
         )
     return Dataset(examples, seed, global_batch_size)
+
+
+def pack(examples: Sequence[Example], max_length: int, seed: int) -> list[Example]:
+    """Put conversations, in a seeded order, into rows of up to `max_length` tokens: each into the fullest open row that
+    has room for it, of the last few. The rows are the same for every epoch, which orders them anew."""
+    order = list(examples)
+    random.Random(f"{seed}/pack").shuffle(order)
+    rows: list[list[Example]] = []
+    spare: list[int] = []
+    for example in order:
+        size = len(example.token_ids)
+        open_rows = range(max(0, len(rows) - _OPEN_ROWS), len(rows))
+        fitting = [row for row in open_rows if spare[row] >= size]
+        if fitting:
+            row = min(fitting, key=spare.__getitem__)
+        else:
+            row = len(rows)
+            rows.append([])
+            spare.append(max_length)
+        rows[row].append(example)
+        spare[row] -= size
+    return [_joined(row) for row in rows]
+
+
+def _joined(row: Sequence[Example]) -> Example:
+    starts = tuple(accumulate((len(example.token_ids) for example in row[:-1]), initial=0))
+    ids = chain.from_iterable(example.token_ids for example in row)
+    # A conversation's first token follows nothing, so nothing can learn to emit it.
+    learn = chain.from_iterable((False, *example.learn[1:]) for example in row)
+    return Example(tuple(ids), tuple(learn), starts)
 
 
 def encode(messages: Sequence[dict[str, str]], tokenizer: ChatTokenizer, max_length: int) -> Example:
@@ -124,7 +188,7 @@ def encode(messages: Sequence[dict[str, str]], tokenizer: ChatTokenizer, max_len
 
 def collate(examples: Sequence[Example], *, length: int | None = None) -> Batch:
     """Pad on the right to the longest, or to `length` tokens of input; what follows a conversation is never attended
-    to by it, nor counted."""
+    to by it, nor counted; neither is what is before it in its row."""
     length = 1 + length if length is not None else max(len(example.token_ids) for example in examples)
     ids = torch.zeros((len(examples), length), dtype=torch.long)
     learn = torch.zeros((len(examples), length))
@@ -133,7 +197,20 @@ def collate(examples: Sequence[Example], *, length: int | None = None) -> Batch:
         learn[row, : len(example.learn)] = torch.tensor(example.learn, dtype=torch.float32)
     tokens = ids[:, :-1].contiguous()
     positions = torch.arange(length - 1).expand_as(tokens)
-    return Batch(tokens, ids[:, 1:].contiguous(), learn[:, 1:].contiguous(), positions)
+    documents = None
+    if any(len(example.starts) > 1 for example in examples):
+        positions, documents = _documents(examples, positions)
+    return Batch(tokens, ids[:, 1:].contiguous(), learn[:, 1:].contiguous(), positions, documents)
+
+
+def _documents(examples: Sequence[Example], plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and conversation of each token; a row's padding is one more conversation."""
+    begins = torch.zeros_like(plain, dtype=torch.long)
+    for row, example in enumerate(examples):
+        starts = [*example.starts[1:], len(example.token_ids)]
+        begins[row, [start for start in starts if start < plain.shape[1]]] = 1
+    first = torch.where(begins.bool(), plain, 0).cummax(dim=1).values
+    return plain - first, begins.cumsum(dim=1)
 
 
 def _examples(path: Path, tokenizer: ChatTokenizer, max_length: int) -> Iterator[Example]:

@@ -1,7 +1,7 @@
 """Batches on disk: a run dumps what each step trained on, and another trains on exactly that, to reproduce a fault.
 
-A step is `step_<n>.json`: {"step": n, "examples": [{"token_ids": [...], "learn": [0 or 1, ...]}, ...]}, as the
-tokenizer and the order of the data made them; neither is asked again.
+A step is `step_<n>.json`: {"step": n, "examples": [row, ...]}, and a row {"token_ids": [...], "learn": [0 or 1, ...],
+"starts": [0, ...]}, as the tokenizer, the packing and the order of the data made them; none of these is asked again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from eval_service.contract.errors import ConfigError
 from trainer.data import Example
@@ -24,6 +24,10 @@ class Batches(Protocol):
 
     @property
     def steps_per_epoch(self) -> int | None: ...
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What decides which rows a step trains on."""
 
     def of_step(self, step: int) -> list[Example]: ...
 
@@ -45,6 +49,11 @@ class Dumping:
     def steps_per_epoch(self) -> int | None:
         """As the batches have it."""
         return self.batches.steps_per_epoch
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """As the batches have it."""
+        return self.batches.identity
 
     def of_step(self, step: int) -> list[Example]:
         """What step `step` trains on."""
@@ -69,6 +78,11 @@ class Dumped:
         """What was dumped has no epochs."""
         return None
 
+    @property
+    def identity(self) -> dict[str, int]:
+        """The steps that are there: they are trained on whatever a checkpoint remembers of its data."""
+        return {"dumped_from": min(self.steps), "dumped_to": max(self.steps)}
+
     def of_step(self, step: int) -> list[Example]:
         """What step `step` trains on."""
         return self.steps[step]
@@ -87,7 +101,7 @@ def _read(directory: Path, step: int, size: int, vocab_size: int) -> list[Exampl
     path = path_of(directory, step)
     try:
         table = json.loads(path.read_text())
-        examples = [Example(tuple(map(int, e["token_ids"])), tuple(map(bool, e["learn"]))) for e in table["examples"]]
+        examples = [_example(row) for row in table["examples"]]
     except OSError as exc:
         hint = f"dump it with data.save_debug_data, or let train.num_steps end before step {step}"
         raise ConfigError(f"{path} can't be read: {exc.strerror}", field=FIELD, hint=hint) from exc
@@ -100,14 +114,29 @@ def _read(directory: Path, step: int, size: int, vocab_size: int) -> list[Exampl
     if any(not 0 <= token < vocab_size for example in examples for token in example.token_ids):
         hint = f"the model's vocabulary ends before {vocab_size}; take the model that it was dumped with"
         raise ConfigError(f"{path} holds token ids that the model doesn't have", field=FIELD, hint=hint)
-    if any(len(example.token_ids) < 2 or len(example.token_ids) != len(example.learn) for example in examples):
-        raise ConfigError(f"{path} is no dumped batch: tokens and marks differ", field=FIELD, hint="dump it again")
+    if not all(map(_is_row, examples)):
+        raise ConfigError(
+            f"{path} is no dumped batch: tokens, marks and starts differ", field=FIELD, hint="dump it again"
+        )
     return examples
+
+
+def _is_row(example: Example) -> bool:
+    size = len(example.token_ids)
+    return size >= 2 and size == len(example.learn) and all(0 <= at < size for at in example.starts or (-1,))
+
+
+def _example(row: dict[str, Any]) -> Example:
+    ids, learn = tuple(map(int, row["token_ids"])), tuple(map(bool, row["learn"]))
+    return Example(ids, learn, tuple(map(int, row.get("starts", (0,)))))
 
 
 def _write(directory: Path, step: int, examples: list[Example]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    rows = [{"token_ids": list(e.token_ids), "learn": [int(mark) for mark in e.learn]} for e in examples]
+    rows = [
+        {"token_ids": list(e.token_ids), "learn": [int(mark) for mark in e.learn], "starts": list(e.starts)}
+        for e in examples
+    ]
     partial = directory / f".step_{step}.{os.getpid()}"
     partial.write_text(json.dumps({"step": step, "examples": rows}))
     partial.replace(path_of(directory, step))

@@ -8,8 +8,9 @@ waits for it; then all agree that the export failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,8 +77,10 @@ class Exporter:
         *,
         with_canary: bool = True,
         near: bool = False,
+        here: Callable[[], AbstractContextManager[None]] = nullcontext,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
+        self.here = here
         self._model = model
         self._hf_path = hf_path
         self._with_canary = with_canary
@@ -139,6 +142,7 @@ class Exporter:
             try:
                 if fault is None:
                     writer.add_weights(f"{file.name}.safetensors", list(stream.tensors()))
+                    crash_point("in_shard", writer.step)
                     stream.check()
             except (OSError, SnapshotFault) as exc:
                 fault = _told(exc)

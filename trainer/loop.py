@@ -6,21 +6,23 @@ the last step is always saved; drain comes before teardown, also after an except
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.wire import Kind, Source
 from trainer.cadence import Point
-from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
 from trainer.crash import crash_point
 from trainer.debug_data import Batches
 from trainer.display import Display
 from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook, Given
+from trainer.offload import device_bytes
+from trainer.saving import CheckpointWriter
 from trainer.stager import Stager
 from trainer.steplog import StepLog
 from trainer.stopping import StopFlag
@@ -70,26 +72,27 @@ class Loop:
             if self._stops:
                 self._stopped(step - 1, saver)
                 return
-            self._train_step(step, training, dataset)
+            self._train_step(step, training, dataset, saver)
             point = due.get(step)
             if saver.is_due(step, point):
                 saver.save(step)
             if point is not None and not self._stops:
                 self._evaluate(point)
+        saver.writer.finish()
 
     def _stopped(self, step: int, saver: Saver) -> None:
         self.log.write("stopped", step=step)
         if step > self.start and not saver.has(step):
             saver.save(step)
+            saver.writer.finish()
 
-    def _train_step(self, step: int, training: Training, dataset: Batches) -> None:
+    def _train_step(self, step: int, training: Training, dataset: Batches, saver: Saver) -> None:
         self.log.write("step_begin", step=step)
         crash_point("in_step", step)
-        crash_point("settled", step, first=self.hook.join if self.hook is not None else None)
+        crash_point("settled", step, first=saver.settle)
         result = training.step(step, dataset)
-        self.log.write(
-            "step_end", step=step, loss=result.loss, lr=result.rate, grad_norm=result.grad_norm, tokens=result.tokens
-        )
+        figures = {"loss": result.loss, "lr": result.rate, "grad_norm": result.grad_norm, "tokens": result.tokens}
+        self.log.write("step_end", step=step, **figures, **device_bytes(training.model.ranks.device))
         if self.hook is not None:
             self.hook.link.at_step(step)
         self.display.step(step, result.loss, result.rate)
@@ -115,11 +118,16 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """Saves checkpoints and, beside them, Hugging Face directories; the latter are what `reuse` evaluates."""
+    """Saves checkpoints and, beside them, Hugging Face directories; the latter are what `reuse` evaluates.
+
+    Args:
+        data: what decides the order of the data.
+    """
 
     config: RunConfig
-    store: CheckpointStore
+    writer: CheckpointWriter
     training: Training
+    data: Mapping[str, Any]
     stager: Stager
     log: StepLog
     clock: Callable[[], float]
@@ -132,29 +140,39 @@ class Saver:
 
     def has(self, step: int) -> bool:
         """It was saved already."""
-        return self.store.latest() == step
+        self.writer.settle()
+        return self.writer.last == step
 
     def save(self, step: int) -> None:
-        """Save a step. A Hugging Face directory that can't be written costs its point, not the run."""
+        """Save a step; what is written behind is over by the next save, or the end. A Hugging Face directory that
+        can't be written costs its point, not the run; so does a checkpoint, unless it is the last one."""
         started = self.clock()
         if self.config.train.save_hf:
             self._save_hf(step)
-        path = self.training.save(step, self.store)
-        self.log.write("save", step=step, path=str(path), save_s=self.clock() - started)
-        crash_point("after_save", step, first=self.stager.background.join)
+        self.writer.settle()  # so that there is never more than one copy
+        with self.training.here():
+            state = self.training.state(step, self.data)
+        self.writer.save(step, state)
+        self.log.write("save", step=step, save_s=self.clock() - started)
+        crash_point("after_save", step, first=self.settle)
+
+    def settle(self) -> None:
+        """Wait for what is written behind."""
+        self.writer.settle()
+        self.stager.background.join()
 
     def _save_hf(self, step: int) -> None:
         with self.stager.led():
             if self.stager.channel.rank:
                 return
             try:
-                self.stager.publish_now(self.store.hf_root, self.config.run.name, step)
+                self.stager.publish_now(self.writer.store.hf_root, self.config.run.name, step)
             except (OSError, SnapshotFault, ExportFailed) as exc:
                 self.log.write("save_hf_failed", step=step, detail=str(exc))
 
     def given(self, step: int) -> Given:
         """The step's own Hugging Face directory; written now if its save has none. On rank 0, within `led`."""
         started = self.clock()
-        published = self.stager.publish_now(self.store.hf_root, self.config.run.name, step)
+        published = self.stager.publish_now(self.writer.store.hf_root, self.config.run.name, step)
         export_s = None if published.reused else self.clock() - started
         return Given(published.path, Source.REUSE, published.manifest.digest, export_s)

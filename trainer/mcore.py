@@ -20,8 +20,15 @@ def quiet() -> Iterator[None]:
 
 
 with quiet():
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core import utils as megatron_utils
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+    from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.common.embeddings import rotary_pos_embedding
@@ -39,28 +46,40 @@ with quiet():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
+    "AsyncRequest",
+    "AsyncSaveShardedStrategy",
+    "CheckpointingConfig",
+    "CheckpointingException",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StrictHandling",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "dist_checkpointing",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "is_main_replica",
+    "make_sharded_optimizer_tensor",
     "megatron_utils",
     "p2p_communication",
     "parallel_state",
     "param_and_grad_buffer",
     "quiet",
     "rotary_pos_embedding",
+    "save_config",
     "schedules",
     "tensor_parallel_layers",
     "tensor_parallel_mappings",
     "tensor_parallel_random",
+    "torch_strategy",
 ]

@@ -36,7 +36,7 @@ from trainer.mcore import (
 )
 from trainer.norms import Norm
 from trainer.parallel import Place, Ranks
-from trainer.rope import inverse_frequencies
+from trainer.rope import Positions, inverse_frequencies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -46,7 +46,7 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 class Model:
     """`gpt` is the bare model, `ddp` the same under megatron's gradient buffers; parameters are shared.
 
-    `rows` is the size of the vocabulary with its padding.
+    `rows` is the size of the vocabulary with its padding, `positions` where a forward pass is told the tokens' own.
     """
 
     architecture: Architecture
@@ -56,6 +56,7 @@ class Model:
     place: Place
     rows: int
     dtype: str
+    positions: Positions
 
     def parameters(self) -> dict[str, Tensor]:
         """Global name to this rank's slice; a tied head on a last stage of its own comes under the head's name."""
@@ -146,7 +147,10 @@ def build_model(
         _mark_cut(gpt, architecture)
         on_gpu = ranks.device.type == "cuda"
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu)
-        return Model(architecture, gpt, DistributedDataParallel(config, ddp_config, gpt), ranks, place, rows, dtype)
+        positions = Positions()
+        gpt.rotary_pos_emb.register_forward_hook(positions)
+        ddp = DistributedDataParallel(config, ddp_config, gpt)
+        return Model(architecture, gpt, ddp, ranks, place, rows, dtype, positions)
 
 
 def _gpt(architecture: Architecture, config: Any, place: Place, rows: int) -> Any:

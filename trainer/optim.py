@@ -7,13 +7,21 @@ torch's AdamW on megatron's `main_grad`. Both keep float32 main parameters where
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from trainer.config import TrainSection
-from trainer.mcore import OptimizerConfig, get_megatron_optimizer, parallel_state, quiet
+from trainer.mcore import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    make_sharded_optimizer_tensor,
+    parallel_state,
+    quiet,
+)
 from trainer.model import DTYPES, Model
+from trainer.sharding import Shards, on_host
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
@@ -27,9 +35,7 @@ def learning_rate(step: int, config: TrainSection) -> float:
 
 
 class Optimizer(Protocol):
-    """What a training step asks of an optimizer. `sharded`: each data-parallel rank holds a part of its state."""
-
-    sharded: bool
+    """What a training step and a checkpoint ask of an optimizer."""
 
     def step(self, step: int) -> tuple[float, float]:
         """Apply the accumulated gradients; returns the rate and the gradients' norm before clipping. Collective."""
@@ -37,11 +43,18 @@ class Optimizer(Protocol):
     def reload(self) -> None:
         """The parameters were set from outside: main copies follow them."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this rank."""
+    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
+        """What a checkpoint holds of it, beside the model's own shards: main parameters, moments, steps. Collective.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's."""
+        Args:
+            loading: where it is to be read to; else copies in host memory.
+        """
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds on the device beside the parameters and their gradients."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what was read by `shards(loading=True)`."""
 
 
 def build_optimizer(model: Model, config: TrainSection) -> Optimizer:
@@ -53,8 +66,6 @@ def build_optimizer(model: Model, config: TrainSection) -> Optimizer:
 
 class MegatronOptimizer:
     """Megatron's distributed Adam, with float32 main parameters cut over the data-parallel ranks."""
-
-    sharded = True
 
     def __init__(self, model: Model, config: TrainSection) -> None:
         self._config = config
@@ -88,35 +99,43 @@ class MegatronOptimizer:
         """As `Optimizer.reload`."""
         self._optimizer.reload_model_params()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `Optimizer.state_dict`: the shard of this data-parallel rank, as torch's optimizer has it."""
-        return {
-            "inner": [part.optimizer.state_dict() for part in self._parts()],
-            "main": [[[main.detach() for main in group] for group in _mains(part)] for part in self._parts()],
-        }
+    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
+        """As `Optimizer.shards`; gathered by each data-parallel group's first rank, on the host."""
+        for inner in self._inner():
+            _ensure_moments(inner)  # megatron asks for the steps of a state that is there
+        with quiet():
+            found = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=_RESHARDABLE)
+        return dict(found)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`."""
-        for part, inner, mains in zip(self._parts(), state["inner"], state["main"], strict=True):
-            part.optimizer.load_state_dict(inner)
-            for group, held in zip(_mains(part), mains, strict=True):
-                for main, value in zip(group, held, strict=True):
-                    main.copy_(value)
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """As `Optimizer.tensors`."""
+        for inner in self._inner():
+            yield from _tensors_of(inner)
 
-    def _parts(self) -> list[Any]:
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+    def _inner(self) -> list[Any]:
+        """Torch's own optimizers, over this rank's share of the main parameters."""
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [part.optimizer for part in parts]
+
+    def load(self, state: dict[str, Any]) -> None:
+        """As `Optimizer.load`."""
+        with quiet():
+            self._optimizer.load_state_dict(state)
 
 
-def _mains(part: Any) -> list[list[torch.Tensor]]:
-    """The float32 shards of parameters that the model holds in bfloat16."""
-    return [[main for main in group if main is not None] for group in part.shard_fp32_from_float16_groups]
+# Each parameter by itself and whole over the data-parallel ranks, so that any layout can read it.
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostOptimizer:
     """torch's AdamW over the parameters that megatron accumulates gradients for."""
-
-    sharded = False
 
     def __init__(self, model: Model, config: TrainSection) -> None:
         self._config = config
@@ -160,18 +179,37 @@ class HostOptimizer:
             if main is not param:
                 main.copy_(param)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `Optimizer.state_dict`."""
-        mains = [main.detach() for param, main in zip(self._params, self._main, strict=True) if main is not param]
-        return {"adamw": self._adamw.state_dict(), "main": mains}
+    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
+        """As `Optimizer.shards`."""
+        held = self._held()
+        state = {
+            name: {
+                kind: make_sharded_optimizer_tensor(shard, tensor, prefix=f"optimizer.state.{kind}")
+                for kind, tensor in held[shard.data].items()
+            }
+            for name, shard in model.items()
+        }
+        steps = {float(self._adamw.state[main]["step"]) for main in self._main}
+        return {"steps": max(steps), "state": state if loading else on_host(state)}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """As `Optimizer.tensors`."""
+        yield from _tensors_of(self._adamw)
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`."""
-        self._adamw.load_state_dict(state["adamw"])
-        pairs = zip(self._params, self._main, strict=True)
-        for main, held in zip([main for param, main in pairs if main is not param], state["main"], strict=True):
-            main.copy_(held)
+    def load(self, state: dict[str, Any]) -> None:
+        """As `Optimizer.load`."""
+        for main in self._main:
+            self._adamw.state[main]["step"].fill_(state["steps"])
+
+    def _held(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The tensors of each parameter; moments that no step has made yet are zero."""
+        held = {}
+        _ensure_moments(self._adamw)
+        for param, main in zip(self._params, self._main, strict=True):
+            state = self._adamw.state[main]
+            held[param] = {kind: state[kind] for kind in _MOMENTS} | ({} if main is param else {"param": main})
+        return held
 
     def _norm(self) -> float:
         grads = [
@@ -183,6 +221,24 @@ class HostOptimizer:
         if torch.distributed.get_world_size(group) > 1:
             torch.distributed.all_reduce(total, group=group)
         return float(total.sqrt())
+
+
+def _ensure_moments(optimizer: Any) -> None:
+    """Those that no step has made yet are zero."""
+    for group in optimizer.param_groups:
+        for main in group["params"]:
+            if not (state := optimizer.state[main]):
+                state["step"] = torch.zeros(())
+                state |= {kind: torch.zeros_like(main.data) for kind in _MOMENTS}
+
+
+def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Main parameters and moments; a count of steps stays where it is."""
+    for group in optimizer.param_groups:
+        for main in group["params"]:
+            yield main.data
+            held = optimizer.state.get(main, {}).values()
+            yield from (value for value in held if isinstance(value, torch.Tensor) and value.ndim)
 
 
 def _counts(param: Any, tensor_rank: int) -> bool:

@@ -108,10 +108,12 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the others. `main` is the training thread's channel, `export` the exporter's."""
+    """This process among the others. `main` is the training thread's channel, `export` and `save` those of the threads
+    that write snapshots and checkpoints."""
 
     main: Channel
     export: Channel
+    save: Channel
     device: torch.device
 
     @property
@@ -132,7 +134,7 @@ def parallel_session(config: ParallelSection, *, seed: int, threads: int | None)
     _init_process_group("gloo" if device.type == "cpu" else "nccl")
     try:
         with _megatron(config, seed, device):
-            yield Ranks(_channel(), _channel(), device)
+            yield Ranks(_channel(), _channel(), _channel(), device)
     finally:
         distributed.destroy_process_group()
 
@@ -166,9 +168,8 @@ def _init_process_group(backend: str) -> None:
 
 
 def _channel() -> Channel:
-    world = distributed.get_world_size()
-    group = distributed.new_group(backend="gloo", timeout=TIMEOUT) if world > 1 else None
-    return Channel(group, distributed.get_rank(), world)
+    group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+    return Channel(group, distributed.get_rank(), distributed.get_world_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +200,3 @@ def share_of(items: Sequence[_Value], place: Place) -> Sequence[_Value]:
     """A data-parallel rank's share of a batch: consecutive items, the same number for each."""
     each = len(items) // place.data_world
     return items[place.data * each : (place.data + 1) * each]
-
-
-def rank_label() -> str:
-    """Names what of the model this rank holds: `tp00_pp00`."""
-    tp = parallel_state.get_tensor_model_parallel_rank()
-    pp = parallel_state.get_pipeline_model_parallel_rank()
-    return f"tp{tp:02d}_pp{pp:02d}"

@@ -1,8 +1,11 @@
-"""Inverse frequencies of rotary positions, each variant as transformers has it."""
+"""Rotary positions: inverse frequencies, each variant as transformers has it, and positions that begin anew."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +36,23 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
     between = (wavelength >= shortest) & (wavelength <= longest)
     return torch.where(between, blended, stretched)
+
+
+class Positions:
+    """A hook on megatron's rotary embedding, whose angles are those of 0, 1, ... in every row; with `at`, of others."""
+
+    def __init__(self) -> None:
+        self._now: Tensor | None = None
+
+    @contextmanager
+    def at(self, positions: Tensor | None) -> Iterator[None]:
+        """Of these, [b, s], meanwhile; None: 0, 1, ..."""
+        self._now = positions
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def __call__(self, _: Any, __: Any, angles: Tensor) -> Tensor:
+        """[s, 1, 1, d] -> the same, or [s, b, 1, d]."""
+        return angles if self._now is None else angles[self._now.t()].squeeze(2)

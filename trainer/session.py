@@ -13,12 +13,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from eval_service.contract import names
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError
 from trainer import cadence
 from trainer.architecture import FIELD, Architecture, read_architecture
 from trainer.background import Background
+from trainer.checkpoint import FIELD as FIELD_SAVES
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig, resolved_json
 from trainer.data import Dataset, load_dataset
@@ -29,6 +32,7 @@ from trainer.export import Exporter
 from trainer.layout import buffer_bytes, check_layout, check_memory, megabytes
 from trainer.loop import Loop, Saver
 from trainer.parallel import check_world, launched_rank, parallel_session, world_size
+from trainer.saving import CheckpointWriter
 from trainer.service_link import ServiceLink
 from trainer.stager import Stager
 from trainer.steplog import StepLog
@@ -90,11 +94,17 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: names what can't work.
     """
     check_world(config.parallel)
+    if config.train.offload_train and not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no GPU here, so there is no memory of one to leave to an engine",
+            field="train.offload_train",
+            hint="set it to false",
+        )
     architecture = read_architecture(config.model.hf_path)
     stages = check_layout(config, architecture, world_size())
     buffer = buffer_bytes(config, architecture, stages)
     check_memory(buffer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    store = CheckpointStore(config.save_dir, config.run.name)
+    store = _store(config)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
     dataset = _batches(config, architecture, start or 0) if trains else None
@@ -135,29 +145,54 @@ def run(prepared: Prepared) -> int:
 
 def _run_model(prepared: Prepared, loop: Loop) -> None:
     config = prepared.config
-    store = CheckpointStore(config.save_dir, config.run.name)
+    store = _store(config)
     with parallel_session(config.parallel, seed=config.train.seed, threads=config.train.threads) as ranks:
         training = build_training(prepared.architecture, config.model.hf_path, config.train, ranks, config.parallel)
-        if prepared.start is not None:
-            training.load(prepared.start, store)
+        _resume(prepared, training, store, loop)
         stager = _stager(prepared, training)
-        saver = Saver(config, store, training, stager, loop.log, time.monotonic)
+        writer = CheckpointWriter(store, ranks, loop.log)
+        data = prepared.dataset.identity if prepared.dataset is not None else {}
+        saver = Saver(config, writer, training, data, stager, loop.log, time.monotonic)
         loop = replace(loop, stager=stager)
         if loop.hook is not None:
             loop.hook.stager, loop.hook.checkpoint = stager, saver.given
-        with loop.drained(config.output_dir):
+        with loop.drained(config.output_dir), writer.settled():
             loop.before_training()
             if prepared.dataset is not None:
                 loop.train(training, prepared.dataset, saver)
+
+
+def _resume(prepared: Prepared, training: Training, store: CheckpointStore, loop: Loop) -> None:
+    ranks = training.model.ranks
+    starts = ranks.main.gather(prepared.start)
+    if len(set(starts)) > 1:
+        raise ConfigError(
+            f"the ranks see different latest checkpoints: {starts}", field=FIELD_SAVES, hint="put it on shared storage"
+        )
+    if ranks.leads and (swept := store.sweep()):
+        loop.log.write("swept", paths=[str(path) for path in swept])
+    if prepared.start is None:
+        return
+    saved = training.load(prepared.start, store)
+    now = prepared.dataset.identity if prepared.dataset is not None else saved
+    if saved != now:
+        changed = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key))
+        loop.log.write("data_changed", step=prepared.start, changed=changed)
+        loop.display.say(f"the data is another than at step {prepared.start}: {', '.join(changed)}")
+
+
+def _store(config: RunConfig) -> CheckpointStore:
+    return CheckpointStore(config.save_dir, config.run.name, config.train.keep_checkpoints)
 
 
 def _stager(prepared: Prepared, training: Training) -> Stager:
     config, ranks = prepared.config, training.model.ranks
     section = config.eval
     near = section.buffer == "device"
-    weights = Exporter(training.model, config.model.hf_path, with_canary=section.canary, near=near)
-    if ranks.device.type == "cuda" and config.eval.enabled:
-        weights.canary()  # its first forward pass loads kernels; no step is to wait for that
+    weights = Exporter(training.model, config.model.hf_path, with_canary=section.canary, near=near, here=training.here)
+    with training.here():  # what is to wait between steps waits from now on
+        if ranks.device.type == "cuda" and config.eval.enabled:
+            weights.canary()  # its first forward pass loads kernels; no step is to wait for that
     return Stager(weights, ranks.main, Background())
 
 
@@ -204,6 +239,7 @@ def _dataset(config: RunConfig, architecture: Architecture) -> Dataset:
         max_length=config.data.max_length,
         seed=config.train.seed,
         global_batch_size=config.train.global_batch_size,
+        packing=config.data.packing,
     )
     highest = max(max(example.token_ids) for example in dataset.examples)
     if highest >= architecture.vocab_size:

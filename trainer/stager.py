@@ -163,18 +163,20 @@ class Stager:
             raise
 
     def _copy(self, writer: SnapshotWriter) -> Staged:
-        began = self.clock()
-        fault = self._attempt()
-        copied = self.clock()
-        faults = [f"rank {rank}: {found}" for rank, found in enumerate(self.channel.gather(fault)) if found]
-        if faults:
-            raise ExportFailed(faults[0])
-        before_canary = self.clock()
-        canary = self.weights.canary()
-        return Staged(writer, canary, copied - began, self.clock() - before_canary)
+        with ExitStack() as stack:
+            began = self.clock()
+            fault = self._attempt(stack)
+            copied = self.clock()
+            faults = [f"rank {rank}: {found}" for rank, found in enumerate(self.channel.gather(fault)) if found]
+            if faults:
+                raise ExportFailed(faults[0])
+            before_canary = self.clock()
+            canary = self.weights.canary()
+            return Staged(writer, canary, copied - began, self.clock() - before_canary)
 
-    def _attempt(self) -> str | None:
+    def _attempt(self, stack: ExitStack) -> str | None:
         try:
+            stack.enter_context(self.weights.here())
             self.weights.stage()
         except Exception as exc:  # noqa: BLE001 - the edge: every rank is told
             return f"{type(exc).__name__}: {exc}"

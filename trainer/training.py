@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,12 @@ from trainer.data import Batch, Example, collate
 from trainer.debug_data import Batches
 from trainer.mcore import get_forward_backward_func, quiet
 from trainer.model import Model, build_model
+from trainer.offload import CudaMemory, Offload, PlainMemory
 from trainer.optim import Optimizer, build_optimizer
-from trainer.parallel import Ranks, rank_label, share_of
+from trainer.parallel import Ranks, share_of
+from trainer.rope import Positions
+from trainer.sharding import Shards, model_shards, on_host
+from trainer.sharding import load as load_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +49,25 @@ class Training:
     parallel: ParallelSection
     model: Model
     optimizer: Optimizer
+    offload: Offload | None = None
+
+    def here(self) -> AbstractContextManager[None]:
+        """Parameters and optimizer are on the device meanwhile; in between they may wait on the host."""
+        return self.offload.here() if self.offload is not None else nullcontext()
 
     def step(self, step: int, dataset: Batches) -> StepResult:
         """Train step `step` (from 1). Collective."""
+        with self.here():
+            return self._step(step, dataset)
+
+    def _step(self, step: int, dataset: Batches) -> StepResult:
         examples = share_of(dataset.of_step(step), self.model.place)
         size = self.config.micro_batch_size
         length = self._length(dataset.of_step(step))
         self.model.ddp.zero_grad_buffer()
         with quiet():
             losses = get_forward_backward_func()(
-                forward_step_func=_forward,
+                forward_step_func=partial(_forward, positions=self.model.positions),
                 data_iterator=self._batches(examples, length),
                 model=[self.model.ddp],
                 num_microbatches=len(examples) // size,
@@ -87,38 +100,48 @@ class Training:
         total = self.model.ranks.main.sum(mine)
         return float(total[0]), float(total[1])
 
-    def save(self, step: int, store: CheckpointStore) -> Path:
-        """Publish a checkpoint of now. Collective."""
-        state = {
+    def state(self, step: int, data: Mapping[str, Any]) -> Shards:
+        """What a checkpoint holds of now, in host memory of its own; `here` meanwhile. Collective.
+
+        Args:
+            data: what decides the order of the data; a step's own place in it follows from its number, as its learning
+                rate does.
+        """
+        model = model_shards(self.model.gpt)
+        return self._common() | {
             "step": step,
-            "model": {name: param.detach() for name, param in self.model.parameters().items()},
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
+            "data": dict(data),
+            "model": on_host(model),
+            "optimizer": self.optimizer.shards(model),
         }
-        saves = self.optimizer.sharded or self.model.place.data == 0
-        return store.save(step, self._label() if saves else None, state, self.model.ranks.main)
 
-    def _label(self) -> str:
-        """Names this rank's part of the checkpoint."""
-        return rank_label() + (f"_dp{self.model.place.data:02d}" if self.optimizer.sharded else "")
+    def _common(self) -> dict[str, Any]:
+        # Nothing here draws from the CUDA generators, so they are as the seed sets them, under any layout.
+        return {"architecture": _identity(self.model.architecture), "rng": torch.get_rng_state()}
 
-    def load(self, step: int, store: CheckpointStore) -> None:
-        """Go on from a checkpoint.
+    def load(self, step: int, store: CheckpointStore) -> dict[str, Any]:
+        """Go on from a checkpoint, of this layout of ranks or another; returns the `data` that it was saved with.
 
         Raises:
-            ConfigError: it can't be read, or is of another model.
+            ConfigError: it can't be read, or is of another model or optimizer.
         """
-        state = store.load(step, self._label())
+        model = model_shards(self.model.gpt)
+        wanted = {"model": dict(model), "optimizer": self.optimizer.shards(model, loading=True)}
+        targets = _tensors(wanted)
         try:
-            _load_parameters(self.model.parameters(), state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["rng"])
-        except (KeyError, ValueError, RuntimeError) as exc:
+            found = load_shards(wanted, store.path(step))
+            if found["architecture"] != _identity(self.model.architecture):
+                raise ValueError(f"it was saved of {found['architecture']}")
+            _copy_into(targets, found)
+            self.optimizer.load(found["optimizer"])
+            torch.set_rng_state(found["rng"])
+        except Exception as exc:  # one of many kinds, as files and shapes have it
             raise ConfigError(
-                f"the checkpoint of step {step} is of another model or optimizer: {exc}",
+                f"the checkpoint of step {step} can't be read, or is of another model or optimizer: {exc}",
                 field=SAVE_FIELD,
                 hint="name another directory, or set train.resume = false",
             ) from exc
+        return dict(found["data"])
 
 
 def build_training(
@@ -132,7 +155,19 @@ def build_training(
     parallel = parallel or ParallelSection()
     model = build_model(architecture, ranks, parallel, config.dtype)
     load_hf(model, hf_path)
-    return Training(config, parallel, model, build_optimizer(model, config))
+    optimizer = build_optimizer(model, config)
+    return Training(config, parallel, model, optimizer, _offload(model, optimizer) if config.offload_train else None)
+
+
+def _offload(model: Model, optimizer: Optimizer) -> Offload:
+    def kept() -> Iterator[Tensor]:
+        yield from (param.data for param in model.ddp.parameters())
+        yield from optimizer.tensors()
+
+    def scratch() -> Iterator[Tensor]:
+        yield from (buffer.grad_data for buffer in model.ddp.buffers)
+
+    return Offload(kept, scratch, CudaMemory() if model.ranks.device.type == "cuda" else PlainMemory())
 
 
 def load_hf(model: Model, hf_path: Path) -> None:
@@ -159,17 +194,32 @@ def _load_rule(model: Model, rule: conversion.Rule, held: Mapping[str, Any]) -> 
         raise ConfigError(f"weights and config.json disagree: {exc}", field=FIELD, hint="is it complete?") from exc
 
 
+def _identity(architecture: Architecture) -> dict[str, Any]:
+    """What of an architecture the shapes of a checkpoint's tensors don't tell."""
+    return {"name": architecture.name, "vocab_size": architecture.vocab_size, "tied": architecture.tied}
+
+
+def _tensors(shards: Any) -> Any:
+    """The tensors behind shards, in the same structure."""
+    if isinstance(shards, dict):
+        return {name: _tensors(shard) for name, shard in shards.items()}
+    return getattr(shards, "data", None)
+
+
 @torch.no_grad()
-def _load_parameters(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    for name, param in params.items():
-        if state[name].shape != param.shape:
-            raise RuntimeError(f"{name} is {tuple(state[name].shape)}, not {tuple(param.shape)}")
-        param.copy_(state[name])
+def _copy_into(targets: Any, found: Any) -> None:
+    """What megatron puts together of several shards is a tensor of its own; the rest was read in place."""
+    for name, target in targets.items():
+        if isinstance(target, dict):
+            _copy_into(target, found[name])
+        elif target is not None and target is not found[name]:
+            target.copy_(found[name])
 
 
-def _forward(batches: Iterator[Batch], ddp: Any) -> tuple[Tensor, Any]:
+def _forward(batches: Iterator[Batch], ddp: Any, *, positions: Positions) -> tuple[Tensor, Any]:
     batch = next(batches)
-    losses = ddp(batch.token_ids, batch.position_ids, None, labels=batch.labels)
+    with positions.at(batch.position_ids if batch.documents is not None else None):
+        losses = ddp(batch.token_ids, batch.position_ids, batch.visible(), labels=batch.labels)
     return losses, partial(_loss, batch.loss_mask)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Protocol
 
@@ -17,6 +18,9 @@ class ExportFailed(Exception):
 
 class Weights(Protocol):
     """The weights of a model. On several ranks each method is called by all of them."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """The weights are where `stage` and `canary` need them meanwhile; by itself on each rank."""
 
     def stage(self) -> None:
         """Copy the weights of now into the buffer: all that a training step waits for."""

@@ -19,7 +19,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
 from eval_service.contract.errors import Unavailable
-from eval_service.controller.core import Controller, Parts
+from eval_service.controller.acting import Parts
+from eval_service.controller.core import Controller
 from eval_service.engine.attached import Attachment
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner

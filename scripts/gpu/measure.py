@@ -7,6 +7,8 @@
    exactly three points, checked by `evalfleet check`; every figure of the trainer, the service and the drain from it.
 3. `pin`: an engine of our own loads those snapshots: load and pin seconds, how well the canary agrees, and what it says
    of weights one step off, of a dropped tensor and of two swapped ones.
+4. `offload`, with `--only offload` alone: the same training with `train.offload_train` and without: losses, exports,
+   peak device memory, what is held between steps, time per step.
 
 With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
 evaluation: what a point costs the step. `--points` is how many points there are after the baseline (default 2).
@@ -304,6 +306,35 @@ def changed(snapshot: Path, target: Path, change: Callable[[dict[str, Any]], dic
     save_file(change(tensors_of(snapshot)), target / "model.safetensors", metadata={"format": "pt"})
 
 
+# --- 4: parameters and optimizer that wait on the host between steps
+
+
+def part_offload(work: Path, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
+    """The same training twice, exports included, with `train.offload_train` and without."""
+    found: dict[str, Any] = {}
+    for name, away in (("stays", "false"), ("waits", "true")):
+        settings = ["eval.interval=none", "eval.suites=[]", "train.num_steps=30", "train.save_interval=15"]
+        settings += ["train.save_hf=true", f"run.name={name}", f"run.output_dir={work / name}"]
+        try:
+            found[name] = train(work, clock, plan, *settings, f"train.offload_train={away}", name=name)
+        except FileNotFoundError:  # refused, as it is where there is no GPU
+            return {**found, "refused": (work / "logs" / f"{name}.log").read_text()[-500:]}
+        log = [json.loads(line) for line in (work / name / "steps.jsonl").read_text().splitlines()]
+        steps = [entry for entry in log if entry["event"] == "step_end"]
+        for figure in ("peak_device_bytes", "waiting_device_bytes"):
+            found[name][figure] = max((entry[figure] for entry in steps[2:] if figure in entry), default=None)
+        found[name]["losses"] = [entry["loss"] for entry in steps]
+        saved = (work / name / "checkpoints" / "hf" / name).glob("step_*")
+        found[name]["exported"] = sorted(path.name for path in saved)
+        found[name]["saves"] = [entry for entry in log if entry["event"] in ("save", "saved", "save_failed")]
+    stays, waits = found["stays"], found["waits"]
+    return found | {
+        "same_losses": stays["losses"] == waits["losses"],
+        "same_exports": stays["exported"] == waits["exported"],
+        "step_ratio": waits["step_s_median"] / stays["step_s_median"],
+    }
+
+
 # --- all of it
 
 
@@ -361,9 +392,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ("export", lambda: part_export(work, clock, args.tiny)),
         ("run", lambda: part_run(work, clock, port, plan)),
         ("pin", lambda: part_pin(work, clock, args.tiny)),
+        ("offload", lambda: part_offload(work, clock, plan)),
     ]
     for name, part in parts:
-        if name in ("export", "run", "pin") and name not in args.only.split(","):
+        if name in ("export", "run", "pin", "offload") and name not in args.only.split(","):
             continue
         say(name)
         began = time.monotonic()

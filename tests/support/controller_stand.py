@@ -33,7 +33,8 @@ from eval_service.contract.manifest import Canary, Manifest
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, PointView, RunSpec, SampleView
-from eval_service.controller.core import Controller, Parts
+from eval_service.controller.acting import Parts
+from eval_service.controller.core import Controller
 from eval_service.controller.fleet import Engine
 from eval_service.controller.lane import Lane
 from eval_service.engine.attached import Attachment

@@ -23,7 +23,7 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Train `steps`, publish; `env` is set on rank 1 alone."""
+    """Train `steps`, save, publish; `env` is set on rank 1 alone."""
 
     hf_path: str
     data: str
@@ -34,6 +34,8 @@ class Case:
     max_file_bytes: int = 2 << 30
     save_dir: str | None = None
     resume_at: int = 0
+    keep_checkpoints: int | None = None
+    packing: bool = False
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,6 +47,7 @@ class Found:
     published: str | None
     fault: str | None
     buffer_bytes: int
+    save_fault: str | None = None
 
 
 class RankPair:
@@ -113,6 +116,7 @@ def run_case(case: Case) -> Found:
     from trainer.data import load_dataset
     from trainer.export import Exporter
     from trainer.parallel import parallel_session
+    from trainer.saving import CheckpointWriter
     from trainer.stager import Stager
     from trainer.training import build_training
 
@@ -121,21 +125,24 @@ def run_case(case: Case) -> Found:
     settings = {"num_steps": 10, "lr": 1e-3, "global_batch_size": 8, "micro_batch_size": 2, "clip_grad": 0.1}
     section = TrainSection(**{**settings, **case.train})
     tokenizer = AutoTokenizer.from_pretrained(hf_path)
-    dataset = load_dataset(Path(case.data), tokenizer, max_length=64, seed=0, global_batch_size=8)
+    dataset = load_dataset(Path(case.data), tokenizer, max_length=64, seed=0, global_batch_size=8, packing=case.packing)
     with parallel_session(parallel, seed=0, threads=1) as ranks:
         training = build_training(read_architecture(hf_path), hf_path, section, ranks, parallel)
-        store = CheckpointStore(Path(case.save_dir), "run") if case.save_dir else None
-        if store is not None and case.resume_at:
-            training.load(case.resume_at, store)
-        results = [training.step(step, dataset) for step in range(case.resume_at + 1, case.resume_at + case.steps + 1)]
-        if store is not None and not case.resume_at:
-            training.save(case.steps, store)
+        writer = CheckpointWriter(CheckpointStore(Path(case.save_dir or ""), "run", case.keep_checkpoints), ranks)
+        if case.resume_at:
+            training.load(case.resume_at, writer.store)
+        results = []
+        for step in range(case.resume_at + 1, case.resume_at + case.steps + 1):
+            results.append(training.step(step, dataset))
+            if case.save_dir and not case.resume_at:
+                writer.save(step, training.state(step, dataset.identity))  # behind the next step
+        writer.settle()
         exporter = Exporter(training.model, hf_path, max_file_bytes=case.max_file_bytes)
         stager = Stager(exporter, ranks.main, Background())
         published, fault = _publish(stager, Path(case.root), case.resume_at + case.steps)
         ranks.main.gather(None)
         losses = [(result.loss, result.grad_norm, result.tokens) for result in results]
-        return Found(losses, published, fault, exporter.buffer.size_bytes)
+        return Found(losses, published, fault, exporter.buffer.size_bytes, writer.fault)
 
 
 def _publish(stager: Any, root: Path, step: int) -> tuple[str | None, str | None]:

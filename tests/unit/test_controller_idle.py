@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from eval_service.controller.core import TIME_S
+from eval_service.controller.acting import TIME_S
 from tests.support.controller_stand import Stand
 
 LITTLE = ["engines", "housekeeping", "life"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class ModelWeights:
         _check_memory(sum(tensor.numel() for tensor in tensors.values()) * self._dtype.itemsize)
         self.buffer = HostBuffer(tensors, self._dtype, near=near)
         self._texts = _texts(self._model, tokenizer, DTYPES[self._dtype][0])
+
+    def here(self) -> AbstractContextManager[None]:
+        """As `Weights.here`: the host has them where they are."""
+        return nullcontext()
 
     def stage(self) -> None:
         """As `Weights.stage`."""

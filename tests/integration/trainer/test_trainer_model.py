@@ -19,7 +19,7 @@ from tests.support.tiny_model import EOS, build_tiny_model, write_chats
 from trainer import conversion, cpu_megatron, mcore
 from trainer.architecture import read_architecture
 from trainer.config import ParallelSection, TrainSection
-from trainer.data import Dataset, encode, load_dataset
+from trainer.data import Dataset, Example, encode, load_dataset, pack
 from trainer.export import Exporter
 from trainer.model import Model, build_model
 from trainer.parallel import Ranks, check_world, parallel_session
@@ -151,6 +151,40 @@ def test_loss_is_the_mean_over_the_assistants_tokens_alone(hf_dir: Path, ranks: 
         count += int(wanted.sum())
     assert result.tokens == count
     assert result.loss == pytest.approx(total / count, abs=1e-4)
+
+
+def test_a_packed_batch_has_the_loss_of_the_same_conversations_apart(
+    hf_dir: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    plain = _dataset(hf_dir, tmp_path, global_batch_size=2)
+    packed = Dataset(pack(plain.examples, 80, seed=0), 0, 2)
+    apart: list[Example] = []
+    for row in packed.of_step(1):
+        ends = (*row.starts[1:], len(row.token_ids))
+        apart += [
+            Example(row.token_ids[begin:end], row.learn[begin:end]) for begin, end in zip(row.starts, ends, strict=True)
+        ]
+    assert len(apart) > 4
+    total, count = 0.0, 0
+    for example in apart:
+        logprobs = _hf_logprobs(hf_dir, torch.tensor([example.token_ids]))[0]
+        wanted = torch.tensor(example.learn[1:])
+        total -= float(logprobs[wanted].sum())
+        count += int(wanted.sum())
+    results = [
+        _training(hf_dir, ranks, micro_batch_size=size).step(1, data)
+        for data, size in ((packed, 1), (packed, 2), (Dataset(apart, 0, len(apart)), len(apart)))
+    ]
+    for result in results:
+        assert result.tokens == count
+        assert result.loss == pytest.approx(total / count, abs=1e-5)
+        assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-4)
+    canary = torch.tensor(canary_token_ids(46))  # the next forward pass has plain positions again
+    training = _training(hf_dir, ranks, micro_batch_size=2)
+    before = training.model.logprobs(canary)
+    with training.model.positions.at(torch.zeros(2, 3, dtype=torch.long)):
+        pass
+    assert torch.equal(training.model.logprobs(canary), before)
 
 
 def test_the_tokenizers_own_template_is_learnt_up_to_the_eos(hf_dir: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
 from eval_service.contract.manifest import read_manifest
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Kind, Receipt, Source
+from eval_service.gc.collect import find_leftovers, remove_leftover
+from eval_service.gc.plan import PARTIAL_IDLE_S, plan_leftovers
 from tests.support.stub_service import StubService
 from tests.support.trainer_process import TrainerRuns
 from trainer.checkpoint import CheckpointStore
@@ -21,6 +28,10 @@ pytestmark = pytest.mark.real
 ORDER = ("step_begin", "step_end", "save", "eval_dispatched", "eval_known", "drain_begin", "drain_end", "teardown")
 # Of what the training thread does; a periodic point is handed over behind, at any time before the drain.
 STEPS = ("step_begin", "step_end", "save", "eval_staged", "exception", "drain_begin", "drain_end", "teardown")
+
+
+# Forty steps an epoch, whose ends are evaluated too.
+ONE_BY_ONE = ("train.global_batch_size=1", "train.micro_batch_size=1")
 
 
 def steps_around(events: list[str], event: str) -> tuple[list[str], list[str]]:
@@ -70,25 +81,36 @@ def test_the_reservation_comes_before_the_export(runs: TrainerRuns, stub: StubSe
 def test_resumed_run_evaluates_the_step_it_resumed_from_and_never_the_next(
     runs: TrainerRuns, stub: StubService
 ) -> None:
-    runs.launch("train.save_interval=1", crash="in_step:4")
+    runs.launch("train.save_interval=1", crash="after_save:3")
     assert CheckpointStore(runs.output_dir / "checkpoints", "tiny").latest() == 3
     stub.points.clear()
     result = runs.launch("train.save_interval=1", "eval.interval=1", "train.num_steps=5")
     assert result.returncode == 0, result.stderr
     events = runs.events(*ORDER)
-    events = events[events.index("step_begin:4") + 1 :]  # where the first launch died
+    events = events[events.index("save:3") + 1 :]  # where the first launch died
     assert events[:2] == ["eval_dispatched:3", "step_begin:4"]
     assert stub.steps() == [3, 4, 5]
     baseline = stub.point(3)
     assert (baseline.kind, baseline.source) == (Kind.BASELINE, Source.STAGING)
     # Its canary is that of the weights as loaded, though the steps after it are exported too.
-    state = CheckpointStore(runs.output_dir / "checkpoints", "tiny").load(3, "tp00_pp00")
     assert baseline.snapshot is not None
     canary = read_manifest(Path(baseline.snapshot)).canary
     assert canary is not None
     exported = AutoModelForCausalLM.from_pretrained(baseline.snapshot, dtype=torch.float32)
-    assert torch.equal(exported.model.embed_tokens.weight, state["model"]["embedding.word_embeddings.weight"])
+    saved = _saved(CheckpointStore(runs.output_dir / "checkpoints", "tiny").path(3), "embedding.word_embeddings.weight")
+    assert torch.equal(exported.model.embed_tokens.weight, saved)
     assert torch.allclose(torch.tensor(canary.logprobs), _logprobs(exported, canary.token_ids), atol=1e-5)
+
+
+def _saved(checkpoint: Path, name: str) -> torch.Tensor:
+    reader = FileSystemReader(checkpoint)
+    described = reader.read_metadata().state_dict_metadata[name]
+    assert isinstance(described, TensorStorageMetadata)
+    tensor = torch.empty(described.size)
+    with warnings.catch_warnings():  # it tells that it reads in one process
+        warnings.simplefilter("ignore")
+        load({name: tensor}, storage_reader=reader, no_dist=True)
+    return tensor
 
 
 def _logprobs(model: torch.nn.Module, token_ids: tuple[tuple[int, ...], ...]) -> torch.Tensor:
@@ -129,6 +151,54 @@ def test_reuse_evaluates_own_checkpoints_whose_save_comes_first(runs: TrainerRun
     assert runs.launch(*reuse, "train.num_steps=6").returncode == 0
     assert stub.steps() == [4, 6]
     assert str(runs.output_dir / "checkpoints" / "hf") in str(stub.point(4).snapshot)
+
+
+def test_where_the_eval_interval_is_no_save_interval_both_land_and_the_save_comes_first(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    """The symptom: save and eval interval mismatch, and a checkpoint is not written until an evaluation has ended."""
+    result = runs.launch(*ONE_BY_ONE, "train.num_steps=20", "train.save_interval=10", "eval.interval=20")
+    assert result.returncode == 0, result.stderr
+    events = runs.events("save", "eval_staged", "step_begin")
+    assert [event for event in events if not event.startswith("step_begin")] == ["save:10", "save:20", "eval_staged:20"]
+    assert sorted(runs.events("saved")) == ["saved:10", "saved:20"]
+    assert stub.steps() == [0, 20]
+    assert CheckpointStore(runs.output_dir / "checkpoints", "tiny").steps() == [10, 20]
+
+
+def test_a_run_killed_at_20_and_resumed_has_one_point_at_20_and_one_baseline(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    """The symptom: on resume a point is repeated, skipped, or the baseline is mislabelled."""
+    settings = (*ONE_BY_ONE, "train.num_steps=22", "train.save_interval=10", "eval.interval=20")
+    assert runs.launch(*settings, crash="settled:21").returncode == -9
+    assert runs.launch(*settings).returncode == 0
+    assert [entry["start"] for entry in runs.log() if entry["event"] == "start"] == [0, 20]
+    assert stub.steps() == [0, 20, 22]
+    assert [stub.point(step).kind for step in (0, 20, 22)] == [Kind.BASELINE, Kind.PERIODIC, Kind.FINAL]
+
+
+def test_an_exporter_killed_mid_shard_leaves_nothing_that_is_seen_and_what_it_leaves_is_cleaned(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    """The symptom: a crash mid-save leaves a directory that resume and consumers trust."""
+    reuse = ("eval.snapshot_source=reuse", "train.save_hf=true", "train.save_interval=2")
+    for settings, root in (((), runs.run_dir), (reuse, runs.output_dir / "checkpoints" / "hf" / runs.run)):
+        assert runs.launch(*settings, crash="in_shard:2").returncode == -9
+        (half,) = root.glob(".partial-*")
+        assert list(half.glob("*.safetensors"))
+        assert not list(root.glob("step_*"))
+        assert not list(root.glob("*/.complete"))
+        if settings:
+            assert CheckpointStore(runs.output_dir / "checkpoints", "tiny").latest() is None
+        else:  # the service's part: once nobody can be writing it any more
+            (left,) = find_leftovers(root.parent, runs.run)
+            assert plan_leftovers([left], (), now=left.touched_at + PARTIAL_IDLE_S) == (left,)
+            remove_leftover(left, root.parent)
+        assert runs.launch(*settings).returncode == 0
+        assert list(root.glob(".partial-*")) == []
+        shutil.rmtree(runs.output_dir)
+        stub.points.clear()
 
 
 def test_num_steps_zero_evaluates_the_base_model_once_and_ends(

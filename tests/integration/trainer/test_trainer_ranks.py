@@ -124,15 +124,77 @@ def test_a_disk_that_is_full_on_one_rank_alone_fails_the_export_on_both(
     assert list((tmp_path / "run").iterdir()) == []
 
 
+ALONE = "one rank"
+RESHARDED = (
+    ("tensor, sequence, padded", ALONE),
+    ("tensor", "pipeline, uneven, recomputed"),
+    ("pipeline, uneven, recomputed", "tensor, sequence, padded"),
+    (ALONE, "tensor"),
+    (ALONE, "pipeline, uneven, recomputed"),
+    ("data", ALONE),
+)
+
+
+def _ran(pair: RankPair, case: Case, layout: str) -> Found:
+    """What rank 0 finds of a case under a layout."""
+    return run_case(case) if layout == ALONE else pair.run(replace(case, parallel=LAYOUTS[layout]))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_resume_to_the_losses_of_a_run_that_was_never_interrupted(
-    pair: RankPair, tied: Case, tmp_path: Path
+    pair: RankPair, tied: Case, tmp_path: Path, layout: str
 ) -> None:
-    case = replace(tied, parallel={"tensor": 2}, root=str(tmp_path / "a"), save_dir=str(tmp_path / "saved"))
+    case = replace(tied, parallel=LAYOUTS[layout], root=str(tmp_path / "a"), save_dir=str(tmp_path / "saved"))
     whole = pair.run(replace(case, steps=4, save_dir=None))[0]
     pair.run(replace(case, steps=2))
     rest = pair.run(replace(case, steps=2, resume_at=2, root=str(tmp_path / "b")))[0]
     assert rest.losses == whole.losses[2:]
     assert (rest.published or "").split("/")[-1] == (whole.published or "").split("/")[-1]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), RESHARDED)
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_a_checkpoint_of_one_layout_is_resumed_under_another_to_the_same_losses(
+    pair: RankPair, tied: Case, untied: Case, tmp_path: Path, head: str, saved: str, resumed: str
+) -> None:
+    whole = replace(tied if head == "tied" else untied, root=str(tmp_path / "whole"))
+    uninterrupted = run_case(replace(whole, steps=4))
+    case = replace(whole, root=str(tmp_path / "a"), save_dir=str(tmp_path / "saved"))
+    left = _ran(pair, replace(case, steps=2), saved)
+    there = _ran(pair, replace(case, steps=0, resume_at=2, root=str(tmp_path / "b")), resumed)
+    assert (there.published or "").split("/")[-1] == (left.published or "").split("/")[-1]  # bit by bit
+    rest = _ran(pair, replace(case, steps=2, resume_at=2, root=str(tmp_path / "c")), resumed)
+    for (loss, norm, tokens), wanted in zip(rest.losses, uninterrupted.losses[2:], strict=True):
+        assert (loss, norm) == pytest.approx(wanted[:2], rel=2e-4)
+        assert tokens == wanted[2]
+
+
+def test_main_parameters_and_moments_of_a_bfloat16_model_are_resumed_too(tied: Case, tmp_path: Path) -> None:
+    case = replace(tied, root=str(tmp_path / "a"), save_dir=str(tmp_path / "saved"), train={"dtype": "bfloat16"})
+    whole = run_case(replace(case, steps=4, save_dir=None))
+    run_case(replace(case, steps=2))
+    assert run_case(replace(case, steps=2, resume_at=2, root=str(tmp_path / "b"))).losses == whole.losses[2:]
+
+
+def test_a_save_that_fails_on_one_rank_alone_is_given_up_on_both_and_the_one_before_is_the_latest(
+    pair: RankPair, tied: Case, tmp_path: Path
+) -> None:
+    full = {VARIABLE: "in_save:2:raise"}
+    saved = tmp_path / "saved"
+    case = replace(tied, steps=2, parallel={"tensor": 2}, root=str(tmp_path), save_dir=str(saved), env=full)
+    for found in pair.run(case):
+        assert "rank 1" in str(found.save_fault)
+    assert [path.name for path in saved.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("layout", ["tensor, sequence, padded", "pipeline, uneven, recomputed"])
+def test_packed_rows_give_two_ranks_the_losses_of_one(pair: RankPair, tied: Case, tmp_path: Path, layout: str) -> None:
+    packed = replace(tied, packing=True, root=str(tmp_path / "a"), train={"global_batch_size": 8})
+    alone = run_case(packed)
+    both = pair.run(replace(packed, parallel=LAYOUTS[layout], root=str(tmp_path / "b")))
+    assert alone.losses[0][2] > 48  # more than the plain batch has
+    for found in both:
+        assert [loss for loss, _, _ in found.losses] == pytest.approx([loss for loss, _, _ in alone.losses], abs=2e-5)
 
 
 def test_torchrun_trains_over_two_ranks_and_rank_0_alone_talks_to_the_service(
@@ -145,7 +207,7 @@ def test_torchrun_trains_over_two_ranks_and_rank_0_alone_talks_to_the_service(
     assert runs.events("drain_end", "teardown") == ["drain_end", "teardown"]
     assert [path.name.split("-")[0] for path in runs.snapshots()] == ["step_1", "step_2", "step_3", "step_4"]
     saved = runs.output_dir / "checkpoints"
-    assert {path.name for path in (saved / "step_4").glob("*.pt")} == {"tp00_pp00.pt", "tp01_pp00.pt"}
+    assert {path.name for path in (saved / "step_4").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
     (hf,) = (saved / "hf" / "tiny").glob("step_4-*")
     assert hf.name == runs.snapshots()[-1].name  # the same content has the same digest, whoever wrote it
 

@@ -9,6 +9,7 @@ import pytest
 from tests.support.stub_service import StubService
 from tests.support.tiny_model import build_tiny_model
 from tests.support.trainer_process import TrainerRuns
+from trainer.checkpoint import CheckpointStore
 from trainer.steplog import read_steplog
 
 pytestmark = pytest.mark.real
@@ -23,12 +24,68 @@ def losses(log: list[dict[str, Any]]) -> dict[int, Any]:
 
 def test_a_killed_and_resumed_run_has_the_losses_of_one_never_interrupted(runs: TrainerRuns, stub: StubService) -> None:
     assert runs.launch(*QUIET, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
-    assert runs.launch(*QUIET, crash="in_step:6").returncode == -9
+    assert runs.launch(*QUIET, crash="settled:6").returncode == -9
     assert runs.launch(*QUIET).returncode == 0
     assert [entry["start"] for entry in runs.log() if entry["event"] == "start"] == [0, 4]
     whole = losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
     assert sorted(whole) == [1, 2, 3, 4, 5, 6, 7]
     assert losses(runs.log()) == whole
+
+
+def test_a_trainer_killed_while_it_saves_leaves_nothing_that_resume_trusts(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    """The symptom: a crash mid-save leaves a directory that resume trusts."""
+    assert runs.launch(*QUIET, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
+    store = CheckpointStore(runs.output_dir / "checkpoints", runs.run)
+    assert runs.launch(*QUIET, crash="in_save:4").returncode == -9
+    assert store.latest() == 2
+    (half,) = store.directory.glob(".partial-*")
+    assert list(half.glob("*.distcp"))
+    assert runs.launch(*QUIET).returncode == 0
+    assert [entry["start"] for entry in runs.log() if entry["event"] == "start"] == [0, 2]
+    assert [entry["paths"] for entry in runs.log() if entry["event"] == "swept"] == [[str(half)]]
+    assert not list(store.directory.glob(".*"))
+    assert losses(runs.log()) == losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_recorded_and_only_the_last_one_ends_the_run_in_failure(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    assert runs.launch(*QUIET, crash="in_save:4:raise").returncode == 0
+    store = CheckpointStore(runs.output_dir / "checkpoints", runs.run)
+    assert store.steps() == [2, 6, 7]
+    (failed,) = [entry for entry in runs.log() if entry["event"] == "save_failed"]
+    assert (failed["step"], "injected fault" in failed["detail"]) == (4, True)
+    assert not list(store.directory.glob(".*"))
+    result = runs.launch(*QUIET, "train.num_steps=8", crash="in_save:8:raise")
+    assert result.returncode == 1
+    assert "injected fault" in result.stderr
+    assert store.latest() == 7
+
+
+def test_only_the_newest_checkpoints_are_left(runs: TrainerRuns, stub: StubService) -> None:
+    assert runs.launch(*QUIET, "train.keep_checkpoints=2", "train.save_hf=true").returncode == 0
+    store = CheckpointStore(runs.output_dir / "checkpoints", runs.run)
+    assert store.steps() == [6, 7]
+    assert len(list((store.hf_root / runs.run).glob("step_*"))) == 4
+
+
+def test_a_packed_run_that_is_killed_and_resumed_has_the_losses_of_one_never_interrupted(
+    runs: TrainerRuns, stub: StubService
+) -> None:
+    packed = (*QUIET, "data.packing=true", "data.max_length=96")
+    assert runs.launch(*packed, 'run.name="whole"', 'run.output_dir="whole"').returncode == 0
+    assert runs.launch(*packed, crash="settled:6").returncode == -9
+    assert runs.launch(*packed).returncode == 0
+    assert losses(runs.log()) == losses(read_steplog(runs.directory / "whole" / "steps.jsonl"))
+
+
+def test_a_resumed_run_says_that_its_data_is_another(runs: TrainerRuns, stub: StubService) -> None:
+    assert runs.launch(*QUIET, crash="settled:6").returncode == -9
+    assert runs.launch(*QUIET, "data.packing=true", "train.seed=1").returncode == 0
+    (changed,) = [entry["changed"] for entry in runs.log() if entry["event"] == "data_changed"]
+    assert changed == ["rows", "seed"]
 
 
 def test_a_fresh_run_over_another_ones_checkpoints_is_refused(runs: TrainerRuns, stub: StubService) -> None:
@@ -53,6 +110,7 @@ def test_what_cannot_work_is_refused_by_name(runs: TrainerRuns, stub: StubServic
         "data.train=nowhere.jsonl": "data.train",
         "train.colour=red": "train.colour",
         "eval.interval=0": "eval.interval",
+        "train.offload_train=true": "train.offload_train",  # there is no GPU
     }
     for setting, field in bad.items():
         result = runs.launch(setting, "train.micro_batch_size=1")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval_service.contract.errors import ConfigError
-from trainer.data import Dataset, Example, collate, encode, load_dataset
+from trainer.data import Dataset, Example, collate, encode, load_dataset, pack
 from trainer.parallel import Place, share_of
 
 EOS = "$"
@@ -135,3 +135,57 @@ def test_fewer_conversations_than_a_batch_are_refused(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in (_chat("q", "x"), _chat("only asked"))))
     with pytest.raises(ConfigError, match="1 conversations"):
         load_dataset(path, CharTokenizer(), max_length=50, seed=0, global_batch_size=2)
+
+
+def conversations(count: int) -> list[Example]:
+    """Of 3 to 9 tokens, each token a number of its own; all but the first two are learnt."""
+    sizes = [3 + 5 * number % 7 for number in range(count)]
+    return [
+        Example(tuple(range(100 * number, 100 * number + size)), tuple(position > 1 for position in range(size)))
+        for number, size in enumerate(sizes)
+    ]
+
+
+def test_packed_rows_hold_every_conversation_once_and_whole_and_none_is_too_long() -> None:
+    examples = conversations(40)
+    rows = pack(examples, 16, seed=1)
+    assert pack(examples, 16, seed=1) == rows
+    assert pack(examples, 16, seed=2) != rows
+    assert max(len(row.token_ids) for row in rows) <= 16
+    assert len(rows) < 20
+    ends = [(*row.starts[1:], len(row.token_ids)) for row in rows]
+    parts = [
+        row.token_ids[a:b] for row, end in zip(rows, ends, strict=True) for a, b in zip(row.starts, end, strict=True)
+    ]
+    assert sorted(parts) == [example.token_ids for example in examples]
+
+
+def test_in_a_packed_batch_positions_begin_anew_and_no_token_sees_another_conversation() -> None:
+    first, second = Example((5, 6, 7), (True, True, True)), Example((8, 9), (True, True))
+    (row,) = pack([first, second], 5, seed=0)
+    batch = collate([row, first], length=6)
+    assert row.starts == (0, 2) if row.token_ids[0] == 8 else (0, 3)
+    cut = row.starts[1]
+    assert batch.position_ids[0].tolist() == [*range(cut), *range(5 - cut), 0]
+    assert batch.position_ids[1].tolist() == [0, 1, 2, 0, 1, 2]
+    visible = batch.visible()
+    assert visible is not None
+    for i in range(6):
+        seen = {j for j in range(6) if visible[0, 0, i, j]}
+        begin = 0 if i < cut else cut if i < 5 else 5
+        assert seen == set(range(begin, i + 1))
+    assert batch.loss_mask[0].tolist() == [float(index + 1 not in (cut, 5, 6)) for index in range(6)]
+
+
+def test_a_batch_of_rows_with_one_conversation_each_needs_no_mask() -> None:
+    assert collate(conversations(3)).visible() is None
+
+
+def test_what_decides_the_order_of_the_data_is_told() -> None:
+    dataset = Dataset(pack(conversations(40), 16, seed=1), seed=1, global_batch_size=4)
+    assert dataset.identity == {
+        "seed": 1,
+        "global_batch_size": 4,
+        "rows": len(dataset.examples),
+        "conversations": 40,
+    }

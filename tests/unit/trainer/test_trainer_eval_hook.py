@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ class FakeWeights:
     staged: float = 0.0
     hold: Callable[[], object] = lambda: None
     written: list[str] = field(default_factory=list)
+
+    def here(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def stage(self) -> None:
         self.staged = self.value

@@ -1,0 +1,308 @@
+"""What only the lock's holder has, and what a look at it consists of; `core.py` says when there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eval_service.contract.errors import Unavailable
+from eval_service.contract.states import PointState, Reason
+from eval_service.controller.admitting import Admissions
+from eval_service.controller.board import Board
+from eval_service.controller.costs import Costs
+from eval_service.controller.db import LedgerThread
+from eval_service.controller.fleet import Fleet
+from eval_service.controller.housekeeping import Housekeeping
+from eval_service.controller.lane import Lane, LaneParts
+from eval_service.controller.outcomes import each_alone
+from eval_service.controller.pin_orders import PinMaker
+from eval_service.controller.scheduler import Claim, Lease, Shares, plan
+from eval_service.controller.serving import ServedParts, Serving
+from eval_service.controller.sizing import Sizes, worth
+from eval_service.fleet_config import EVAL_GROUP, FleetConfig
+from eval_service.ledger.bounds import Bounds
+from eval_service.ledger.database import Database, Fenced
+from eval_service.ledger.intents import Intents
+from eval_service.ledger.lock import FileLock
+from eval_service.ledger.moves import Moves, Runnable
+from eval_service.ledger.retention import Retention
+from eval_service.ledger.scaling import ScaleOrders
+from eval_service.ledger.servings import ServingMoves
+from eval_service.suites.scoring import ScorerPool
+from eval_service.suites.suite import Suite
+from router.router import Router
+
+TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
+LIFE_S = 1.0
+_ALWAYS = ("engines", "housekeeping", "life")
+_CLOSE_S = 5.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a controller is made of."""
+
+    config: FleetConfig
+    suites: Mapping[str, Suite]
+    database: Database
+    lock: FileLock
+
+
+class Acting:
+    """What only the lock's holder has: the fleet, the lanes, the tasks."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        moves: Moves,
+        ledger: LedgerThread,
+        scorers: ScorerPool,
+        router: Router,
+        sizes: Sizes,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._parts = parts
+        self._service = parts.config.service
+        self._moves = moves
+        self._ledger = ledger
+        self._router = router
+        self._clock = clock
+        self._lanes: dict[str, Lane] = {}
+        self._served: dict[str, int] = {}
+        self._shown_at = float("-inf")
+        self._number: int | None = None  # of the ledger's changes, when all of it was last looked at
+        self._look_at = float("-inf")
+        eval_group = parts.config.groups[EVAL_GROUP]
+        self._costs = Costs(eval_group.server_concurrency)
+        self.fleet = Fleet(
+            parts.config.groups,
+            epoch=moves.epoch,
+            lost_after_s=self._service.engine_lost_s,
+            on_change=wake,
+            clock=clock,
+        )
+        self._scaling = ScaleOrders(parts.database, parts.config.groups)
+        self._sizes = sizes
+        self._autoscaled = any(group.autoscale for group in parts.config.groups.values())
+        self._lane_parts = LaneParts(
+            fleet=self.fleet,
+            router=router,
+            moves=moves,
+            ledger=ledger,
+            scorers=scorers,
+            costs=self._costs,
+            patience_s=self._service.point_timeout_s,
+            handover_s=self._service.handover_s,
+            on_change=wake,
+            clock=clock,
+        )
+        self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
+        bounds = Bounds(self._service.roots, parts.suites.keys())
+        retention = Retention(parts.database, moves.epoch)
+        intents = Intents(parts.database, bounds)
+        self._pins = PinMaker(self.fleet, self._service, eval_group.start_timeout_s, on_trouble=wake, clock=clock)
+        self.serving = None
+        if self._service.proxy_port is not None:
+            board = Board(moves.epoch, on_change=wake, clock=clock)
+            servings = ServingMoves(parts.database, moves.epoch)
+            served = ServedParts(self.fleet, board, self._costs, eval_group.server_concurrency, wake, clock)
+            self.serving = Serving(served, servings, ledger, self._pins, patience_s=self._service.point_timeout_s / 2)
+        self._housekeeping = Housekeeping(
+            self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
+        )
+
+    async def look_for_changes(self) -> None:
+        """Whether the ledger is as it was when all of it was last looked at."""
+        number = await self._ledger(self._moves.changes)
+        if number != self._number:
+            self._number, self._look_at = number, float("-inf")
+
+    def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
+        """What one look consists of, leases first: an idle engine waits for nobody; little where nothing changed."""
+        serving = self.serving is not None and bool(self.serving.lanes)
+        little = not everything and not self._lanes and not serving and self._clock() < self._look_at
+        if not little:
+            self._look_at = self._clock() + TIME_S
+        steps = (
+            ("engines", self._look_at_engines),
+            ("servings", self._serve),
+            ("leases", self._lease),
+            ("sizes", self._decide_sizes),
+            ("intents", self._take_intents),
+            ("drains", self._tend_drains),
+            ("overtaken", self._end_overtaken),
+            ("overdue", self._end_overdue),
+            ("admission", self._admissions.tick),
+            ("housekeeping", self._housekeeping.tick),
+            ("life", self._show_life),
+        )
+        return tuple(step for step in steps if not little or step[0] in _ALWAYS)
+
+    async def close(self) -> None:
+        """Stop every task; nothing is written for what was under way."""
+        if self.serving is not None:
+            await self.serving.close()
+        for lane in self._lanes.values():
+            lane.cancel()
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=_CLOSE_S)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+        await self._admissions.close()
+        await self._housekeeping.close()
+        await asyncio.to_thread(self._moves.close)
+
+    # --- engines
+
+    async def _look_at_engines(self) -> None:
+        """Engines that are gone, or are not what they were, leave their lanes."""
+        self.fleet.expire()
+        self.fleet.heal()
+        for lane in list(self._lanes.values()):
+            lane.look()
+        self.fleet.release()
+
+    # --- what the proxy drives
+
+    async def _serve(self) -> None:
+        if self.serving is not None:
+            if await self.serving.tick():
+                self._housekeeping.something_settled()
+            why = {id_: "the controller evaluates it; its samples are kept with the point" for id_ in self._lanes}
+            self.serving.board.elsewhere(why)
+
+    # --- points
+
+    async def _take_intents(self) -> None:
+        timeout_s = self._service.reservation_timeout_s
+        if await self._ledger(self._moves.take_intents, reservation_timeout_s=timeout_s):
+            self._housekeeping.something_settled()
+            self._lane_parts.on_change()
+
+    async def _tend_drains(self) -> None:
+        await self._ledger(self._moves.tend_drains)
+
+    async def _end_overtaken(self) -> None:
+        """A point that somebody else ended lets its engines go at once; one whose lane is gone starts over."""
+        lanes = list(self._lanes)
+        for point in await self._ledger(self._moves.overtaken, lanes) if lanes else ():
+            if point in self._lanes:
+                self._lanes[point].cancel()
+        strays = [point for point in await self._ledger(self._moves.strays, lanes) if point not in self._lanes]
+        await each_alone(
+            strays, lambda point: self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
+        )
+
+    async def _end_overdue(self) -> None:
+        await each_alone(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
+
+    async def _end_late(self, point: str) -> None:
+        detail = f"not done within {self._service.point_timeout_s:.0f} s"
+        if point in self._lanes:
+            await self._ledger(self._moves.end, point, PointState.FAILED, Reason.DEADLINE, detail)
+            self._lanes[point].cancel()
+        else:
+            await self._ledger(self._moves.end_unserved, point, detail)
+
+    async def _lease(self) -> None:
+        serving = self.serving
+        if not self.fleet.free() and not (serving and serving.lanes):
+            return
+        by_id = await self._queued()
+        claims = self._claims(by_id)
+        free = sorted(engine.id for engine in self.fleet.free())
+        held: dict[str, int] = {}
+        for lane in (*self._lanes.values(), *(serving.lanes.values() if serving else ())):
+            held[lane.point.run] = held.get(lane.point.run, 0) + len(lane.engines)
+        if serving is not None:
+            free = [id_ for id_ in free if not serving.board.holds(id_)]
+            if not free:
+                serving.give_way(claims, held)
+            claims += serving.claims()
+        for lease in plan(claims, free, Shares(held, self._served), patience_s=self._service.point_timeout_s / 2):
+            await self._unless_bad(lease.point, self._give(lease, by_id))
+
+    async def _unless_bad(self, point: str, step: Coroutine[Any, Any, None]) -> None:
+        """What can't be begun for one point ends that point, and keeps no other from its engine."""
+        try:
+            await step
+        except (Unavailable, Fenced):
+            raise
+        except Exception as exc:
+            log.exception("point %s can't be begun", point)
+            detail = f"it can't be begun: {type(exc).__name__}: {exc}"
+            await self._ledger(self._moves.end, point, PointState.SKIPPED, Reason.SNAPSHOT_INVALID, detail)
+
+    async def _queued(self) -> dict[str, Runnable]:
+        """Points whose lane is still to begin."""
+        queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
+        return {point.id: point for point in queued if await self._has_suite(point)}
+
+    def _claims(self, queued: Mapping[str, Runnable]) -> list[Claim]:
+        claims = [lane.claim for lane in self._lanes.values()]
+        return claims + [self._first_claim(point) for point in queued.values()]
+
+    async def _decide_sizes(self) -> None:
+        """How many engines there should be; Serve reads it off what is shown, so a change is shown at once."""
+        work = worth(self._claims(await self._queued())) if self._autoscaled else 0
+        if self._sizes.decide(await self._ledger(self._scaling.ordered), work):
+            self._shown_at = float("-inf")
+
+    def _first_claim(self, point: Runnable) -> Claim:
+        """What a point has use for whose lane is still to begin."""
+        size = self._parts.suites[point.suite].size
+        waited_s = self._parts.database.clock() - point.queued_at
+        return Claim(point, max(1, self._costs.engines_for(point.suite, size)), waited_s=waited_s)
+
+    async def _give(self, lease: Lease, queued: Mapping[str, Runnable]) -> None:
+        """Carry a lease out, if what it was planned for is still so: each ledger call lets time pass."""
+        if self.serving is not None and self.serving.give(lease.point, lease.engine):
+            return
+        lane = self._lanes.get(lease.point)
+        if lane is None and lease.point in queued:
+            lane = await self._begin(queued[lease.point])
+        engine = self.fleet.engines.get(lease.engine)
+        if lane is not None and lane.open and engine is not None and engine.free:
+            self._served[lane.point.run] = max(self._served.values(), default=0) + 1
+            lane.join(lease.engine)
+
+    async def _has_suite(self, point: Runnable) -> bool:
+        """A suite may be gone from the service's file since the point was asked for."""
+        if point.suite in self._parts.suites:
+            return True
+        detail = f"the service has no suite {point.suite!r} any more"
+        await self._ledger(self._moves.end, point.id, PointState.SKIPPED, Reason.UNHEALTHY, detail)
+        return False
+
+    async def _begin(self, point: Runnable) -> Lane | None:
+        """Start a lane; None where the point is no longer queued."""
+        manifest = await self._ledger(self._moves.manifest, point.snapshot_id)
+        number = await self._ledger(self._moves.begin_attempt, point.id)
+        if number is None:
+            return None
+        pinner = self._pins.pinner(point, manifest, str(number))
+        lane = Lane(point, number, self._parts.suites[point.suite], pinner, self._lane_parts)
+        self._lanes[point.id] = lane
+        lane.start().add_done_callback(lambda _: self._ended(point.id))
+        return lane
+
+    def _ended(self, point: str) -> None:
+        self._lanes.pop(point, None)
+        self._housekeeping.something_settled()
+        self._lane_parts.on_change()
+
+    async def _show_life(self) -> None:
+        now = self._clock()
+        if now - self._shown_at < LIFE_S:
+            return
+        upstreams = self._router.stats().upstreams
+        view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
+        await self._ledger(self._moves.show_life, view)
+        self._shown_at = now
