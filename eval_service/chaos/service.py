@@ -63,9 +63,15 @@ class Service:
             os.kill(self.child.process.pid, signal.SIGKILL)
         self.child.process.wait()
         ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
-        if not wait_until(lambda: not any(self.victims.find(part) for part in ours), _DEAD_S):
-            left = [(part, process.pid) for part in ours for process in self.victims.find(part)]
-            self.orphans += [f"{part.name.lower()} {pid} outlived the service" for part, pid in left]
+
+        def left() -> list[str]:
+            # What another fault has stopped can't end now; whether it does later is seen when all is over.
+            found = [(part, process) for part in ours for process in self.victims.find(part)]
+            stopped = list(self.victims.stopped)
+            return [f"{part.name.lower()} {process.pid}" for part, process in found if process not in stopped]
+
+        if not wait_until(lambda: not left(), _DEAD_S):
+            self.orphans += [f"{one} outlived the service" for one in left()]
         self._start_again(client)
         return True
 

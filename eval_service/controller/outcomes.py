@@ -9,6 +9,8 @@ from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.ledger.database import Fenced
 
+log = logging.getLogger(__name__)
+
 
 class LaneFault(Exception):
     """An infrastructure fault: the point goes back to `queued`."""
@@ -17,9 +19,6 @@ class LaneFault(Exception):
         super().__init__(f"{fault}: {detail}")
         self.fault = fault
         self.detail = detail
-
-
-log = logging.getLogger(__name__)
 
 
 class LaneEnd(Exception):
