@@ -88,11 +88,11 @@ def _live_through(
     runs = RUNS[: options.runs]
     service = Service(world, victims, port, options.engines, scratch)
     watch = Watch(world.ledger, service.url, RunSpec(root=str(world.root), suites=("side",), max_in_flight=1_000_000))
+    trainers = Trainers(world, family, runs, say)
     try:
         with EvalClient(service.url, timeout_s=5.0) as client:
             say(f"starting the service and {options.engines} fake engines on port {port}")
             service.start(client)
-            trainers = Trainers(world, family, runs, say)
             fleet = Fleet(world, service, victims, client, Records(world.ledger), watch, trainers)
             done = _afflict(fleet, options, faults, say)
             seen = _settle(fleet, say)
@@ -102,6 +102,7 @@ def _live_through(
         orphans += [f"{name} had to be killed" for name in service.stop()]
         return done, _evidence(fleet, done, faults, seen, orphans, pinned)
     finally:
+        trainers.abandon()  # before they are ended: also where the kit itself was interrupted
         watch.end()
         victims.release()
         family.end(grace_s=1.0, linger_s=1.0)

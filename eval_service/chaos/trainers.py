@@ -69,10 +69,14 @@ class Trainers:
         until = time.monotonic() + timeout_s
         while not self._all_ended() and time.monotonic() < until:
             time.sleep(_LOOK_S)
+        self.abandon()
+        return self._all_ended()
+
+    def abandon(self) -> None:
+        """Start none anew, whatever becomes of them."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(10.0)
-        return self._all_ended()
 
     def diary(self, run: str) -> Diary:
         """A run's diary."""
