@@ -13,7 +13,7 @@ from tests.support.api import Api
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Api:
-    monkeypatch.setattr("eval_service.gateway.servings.CARRY_OUT_S", 0.0)
+    monkeypatch.setattr("eval_service.gateway.services.CARRY_OUT_S", 0.0)
     return Api(tmp_path, proxy_host="10.0.0.1")
 
 
