@@ -211,7 +211,7 @@ async def test_a_serving_that_nobody_asks_gives_its_engine_to_a_point_and_gets_o
 
 
 async def test_a_busy_serving_does_not_starve_a_point_that_has_waited_too_long(served_of: Any) -> None:
-    async with served_of(point_timeout_s=4.0, knobs={"latency_s": 0.05}) as served:
+    async with served_of(point_timeout_s=12.0, knobs={"latency_s": 0.05}) as served:
         point = await served.evaluated()
         await served.open(point)
         await served.until_served(point)
