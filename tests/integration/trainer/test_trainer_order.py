@@ -138,7 +138,8 @@ def test_a_step_that_was_evaluated_is_not_evaluated_again_by_the_launch_that_res
 
 
 def test_reuse_evaluates_own_checkpoints_whose_save_comes_first(runs: TrainerRuns, stub: StubService) -> None:
-    reuse = ("eval.snapshot_source=reuse", "train.save_hf=true", "train.save_interval=2")
+    """The symptom: an accepted config silently ignores the directory that was chosen for the exports."""
+    reuse = ("eval.snapshot_source=reuse", "train.save_hf=true", "train.save_interval=2", "train.save_dir=chosen")
     assert runs.launch(*reuse).returncode == 0
     events = runs.events("save", "eval_dispatched", "step_begin")
     assert steps_around(events, "eval_dispatched:2")[0][-1] == "save:2"
@@ -150,7 +151,8 @@ def test_reuse_evaluates_own_checkpoints_whose_save_comes_first(runs: TrainerRun
     stub.points.clear()
     assert runs.launch(*reuse, "train.num_steps=6").returncode == 0
     assert stub.steps() == [4, 6]
-    assert str(runs.output_dir / "checkpoints" / "hf") in str(stub.point(4).snapshot)
+    assert stub.point(4).snapshot is not None
+    assert Path(stub.point(4).snapshot).parent == runs.directory / "chosen" / "hf" / runs.run
 
 
 def test_where_the_eval_interval_is_no_save_interval_both_land_and_the_save_comes_first(
