@@ -14,6 +14,7 @@ from trainer.crash import VARIABLE
 from trainer.steplog import read_steplog
 
 TIMEOUT_S = 100.0
+TORCHRUN_TIMEOUT_S = 280.0  # three processes import torch and megatron-core
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,13 @@ class TrainerRuns:
         command += ["-m", "trainer.main", "--config", str(self.config), *sets]
         env = {**os.environ, VARIABLE: crash, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=self.directory
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=TORCHRUN_TIMEOUT_S,
+            check=False,
+            cwd=self.directory,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         monkeypatch.setattr(
             torch.Tensor, "type", lambda tensor, *args: kind(tensor, *args) if args else KINDS[tensor.dtype]
         )
-        config = partial(trainer_model.DistributedDataParallelConfig)
+        config = vars(trainer_model)["DistributedDataParallelConfig"]
         monkeypatch.setattr(
             trainer_model,
             "DistributedDataParallelConfig",
