@@ -14,7 +14,7 @@ from trainer.crash import VARIABLE
 from trainer.steplog import read_steplog
 
 TIMEOUT_S = 100.0
-TORCHRUN_TIMEOUT_S = 280.0  # three processes import torch and megatron-core
+TORCHRUN_S = 280.0  # three processes import torch and megatron-core
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class TrainerRuns:
             env=env,
             capture_output=True,
             text=True,
-            timeout=TORCHRUN_TIMEOUT_S,
+            timeout=TORCHRUN_S,
             check=False,
             cwd=self.directory,
         )
