@@ -70,10 +70,17 @@ class TrainerRuns:
         code = self.zygote.launch(argv, {VARIABLE: crash or ""}, stdout, stderr, TIMEOUT_S)
         return Ended(code, stdout.read_text(), stderr.read_text())
 
-    def torchrun(self, *settings: str, ranks: int, crash: str = "", module: str = "torch.distributed.run") -> Ended:
-        """Run the trainer over several ranks, as a user would; or with another module, as a launch does."""
+    def torchrun(self, *settings: str, ranks: int, crash: str = "") -> Ended:
+        """Run the trainer over several ranks under torchrun, as a launch does."""
         sets = [part for setting in settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", module, f"--nproc-per-node={ranks}", "--standalone"]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer.ranks",
+            f"--nproc-per-node={ranks}",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+        ]
         command += ["-m", "trainer.main", "--config", str(self.config), *sets]
         env = {**os.environ, VARIABLE: crash, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(

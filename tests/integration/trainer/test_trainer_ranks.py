@@ -19,7 +19,8 @@ from tests.support.tiny_model import build_tiny_model
 from tests.support.trainer_process import TrainerRuns
 from trainer.crash import VARIABLE
 
-pytestmark = pytest.mark.real
+# Processes that import torch and megatron-core take their time on a busy machine.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 ALONE = "one rank"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -218,31 +219,22 @@ def test_packed_rows_give_two_ranks_the_losses_of_one(pair: RankPair, tied: Case
         assert [loss for loss, _, _ in found.losses] == pytest.approx([loss for loss, _, _ in alone.losses], abs=2e-5)
 
 
-@pytest.mark.timeout(300)
-def test_torchrun_trains_over_two_ranks_and_rank_0_alone_talks_to_the_service(
+def test_two_ranks_under_torchrun_train_and_drain_once_when_they_are_told_to_end(
     runs: TrainerRuns, stub: StubService
 ) -> None:
-    result = runs.torchrun("parallel.tensor=2", "eval.interval=1", "train.save_hf=true", ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert stub.steps() == [0, 1, 2, 3, 4]
-    assert len(stub.drains) == 1
-    assert runs.events("drain_end", "teardown") == ["drain_end", "teardown"]
-    assert [path.name.split("-")[0] for path in runs.snapshots()] == ["step_1", "step_2", "step_3", "step_4"]
-    saved = runs.output_dir / "checkpoints"
-    assert {path.name for path in (saved / "step_4").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-    (hf,) = (saved / "hf" / "tiny").glob("step_4-*")
-    assert hf.name == runs.snapshots()[-1].name  # the same content has the same digest, whoever wrote it
-
-
-@pytest.mark.timeout(300)
-def test_ranks_that_are_told_to_end_drain_once_and_the_exit_code_says_so(runs: TrainerRuns, stub: StubService) -> None:
-    """The others must not end with an error before the first one has drained: torchrun would kill it."""
-    result = runs.torchrun(
-        "parallel.tensor=2", "train.num_steps=6", ranks=2, crash="in_step:3:term", module="trainer.ranks"
-    )
+    """Rank 0 alone talks to the service. The others must not end with an error before it has drained: torchrun would
+    kill it."""
+    settings = ("parallel.tensor=2", "eval.interval=1", "train.save_hf=true", "train.save_interval=2")
+    result = runs.torchrun(*settings, "train.num_steps=6", ranks=2, crash="in_step:3:term")
     assert result.returncode == 143, result.stderr
+    assert stub.steps() == [0, 1, 2]
     assert len(stub.drains) == 1
-    assert runs.events("stopped", "drain_end") == ["stopped:3", "drain_end"]
+    assert runs.events("stopped", "drain_end", "teardown") == ["stopped:3", "drain_end", "teardown"]
+    assert [path.name.split("-")[0] for path in runs.snapshots()] == ["step_1", "step_2"]
+    saved = runs.output_dir / "checkpoints"
+    assert {path.name for path in (saved / "step_3").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    (hf,) = (saved / "hf" / "tiny").glob("step_2-*")
+    assert hf.name == runs.snapshots()[-1].name  # the same content has the same digest, whoever wrote it
 
 
 def test_a_layout_that_the_model_or_the_ranks_do_not_fit_is_refused_by_name(runs: TrainerRuns) -> None:
