@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.zygote import Zygote
 from trainer.crash import VARIABLE
 from trainer.steplog import read_steplog
@@ -83,16 +85,15 @@ class TrainerRuns:
         ]
         command += ["-m", "trainer.main", "--config", str(self.config), *sets]
         env = {**os.environ, VARIABLE: crash, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
-            command,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=TORCHRUN_S,
-            check=False,
-            cwd=self.directory,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=env, cwd=self.directory, **pipes) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=TORCHRUN_S)
+            except BaseException:
+                for part in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    part.kill()
+                raise
+        return Ended(process.returncode, stdout, stderr)
 
     def log(self) -> list[dict[str, Any]]:
         """Every event so far."""
