@@ -6,6 +6,7 @@ Relative paths are resolved against the file's directory, those given with `--se
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tomllib
@@ -111,6 +112,15 @@ class TrainSection(Section):
     save_dir: Path | None = Field(default=None, description="default <output_dir>/checkpoints")
     save_hf: bool = Field(default=False, description="a Hugging Face directory beside each checkpoint")
     resume: bool = Field(default=True, description="from the latest checkpoint, where there is one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _divisor(cls, table: Any) -> Any:
+        """Nobody is told that what he did not set is wrong."""
+        batch = table.get("global_batch_size") if isinstance(table, dict) else None
+        if isinstance(batch, int) and batch > 0 and "micro_batch_size" not in table:
+            return {**table, "micro_batch_size": math.gcd(batch, 64)}
+        return table
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -259,6 +269,11 @@ class RunConfig(Section):
             raise ValueError(
                 "data.load_debug_data: dumped batches reproduce a fault, and their curve would mean nothing; "
                 "unset eval.interval and eval.suites"
+            )
+        if self.eval.enabled and self.train.offload_train and self.eval.buffer == "device":
+            raise ValueError(
+                "eval.buffer: 'device' keeps a copy of the weights where train.offload_train makes room for an engine; "
+                "set it to 'host'"
             )
         if self.eval.enabled and not self.fleet.has_engines:
             raise ValueError("fleet.num_eval_engines: an interval needs engines; allow at least one")

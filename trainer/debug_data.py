@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,7 +124,9 @@ def _read(directory: Path, step: int, size: int, vocab_size: int) -> list[Exampl
 
 def _is_row(example: Example) -> bool:
     size = len(example.token_ids)
-    return size >= 2 and size == len(example.learn) and all(0 <= at < size for at in example.starts or (-1,))
+    begins = example.starts
+    ascend = begins[:1] == (0,) and all(before < after for before, after in pairwise((*begins, size)))
+    return size >= 2 and size == len(example.learn) and ascend
 
 
 def _example(row: dict[str, Any]) -> Example:

@@ -308,7 +308,8 @@ class EvalHook:
         return Ticket(request, waiting)
 
     def _grant_itself(self, request: DispatchRequest) -> Ticket | None:
-        unsent = {kept.reservation for _, kept in self.link.pending()} | self.granted
+        under_way = set(self.granted)  # read first: what leaves it meanwhile is in the outbox already
+        unsent = under_way | {kept.reservation for _, kept in self.link.pending()}
         if not request.force and len(unsent) >= self.config.eval.max_in_flight:
             self.skipped += [PlannedPoint(step=request.step, suite=suite) for suite in request.suites or ()]
             self.log.write("eval_skipped", step=request.step, reason=Reason.BUSY)
@@ -321,8 +322,10 @@ class EvalHook:
         try:
             reply = self.link.client.dispatch(request)
         except (Unavailable, NotFound) as exc:  # NotFound: it has lost its ledger
-            self.granted.discard(request.reservation)
-            self.link.keep(request.model_copy(update={"deferred": True}))
+            try:
+                self.link.keep(request.model_copy(update={"deferred": True}))
+            finally:
+                self.granted.discard(request.reservation)
             self.log.write("eval_deferred", step=request.step, detail=str(exc))
             return
         except EvalfleetError as exc:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -89,7 +89,20 @@ class Exporter:
         self._slices = self._who_holds_what()
         writers = sorted({held.rank for slices in self._slices.values() for held in slices})
         self._plan = plan_files(model.architecture, max_file_bytes, writers)
-        self.buffer = HostBuffer(model.owned(), self._dtype, near=near)
+        self._near = near
+
+    @cached_property
+    def buffer(self) -> HostBuffer:
+        """Allocated when it is first asked for: where nothing is exported, nothing is held."""
+        return HostBuffer(self._model.owned(), self._dtype, near=self._near)
+
+    def reserve(self) -> int:
+        """Allocate the buffer, so that no step pays for that; returns its bytes of host memory.
+
+        Raises:
+            RuntimeError: there is no such memory, as CUDA has it.
+        """
+        return self.buffer.size_bytes
 
     def stage(self) -> None:
         """As `Weights.stage`."""

@@ -57,6 +57,8 @@ class Prepared:
         begin = "fresh run" if self.start is None else f"resumes from step {self.start}"
         steps = f"{begin}; trains to step {self.config.train.num_steps}"
         buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
+        if self.buffer_bytes and self.config.eval.buffer == "device":
+            buffer += ", and as much of its device's"
         return f"{resolved_json(self.config)}\n{steps}\n{buffer}\nplan: {cadence.describe(self.points)}"
 
     @property
@@ -190,10 +192,25 @@ def _stager(prepared: Prepared, training: Training) -> Stager:
     section = config.eval
     near = section.buffer == "device"
     weights = Exporter(training.model, config.model.hf_path, with_canary=section.canary, near=near, here=training.here)
+    if prepared.buffer_bytes:
+        reserve(weights, section.buffer)
     with training.here():  # what is to wait between steps waits from now on
         if ranks.device.type == "cuda" and config.eval.enabled:
             weights.canary()  # its first forward pass loads kernels; no step is to wait for that
     return Stager(weights, ranks.main, Background())
+
+
+def reserve(weights: Exporter, where: str) -> None:
+    """Allocate the buffer before the first step.
+
+    Raises:
+        ConfigError: its memory can't be had.
+    """
+    try:
+        weights.reserve()
+    except RuntimeError as exc:  # pinned memory and the device's, as CUDA has them
+        other = "set it to 'host'" if where == "device" else "free host memory, or raise the limit on pinned memory"
+        raise ConfigError(f"the export buffer can't be allocated: {exc}", field="eval.buffer", hint=other) from exc
 
 
 def _hook(config: RunConfig, log: StepLog, stop: StopFlag, stack: ExitStack) -> EvalHook | None:

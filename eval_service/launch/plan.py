@@ -93,6 +93,8 @@ def as_text(plan: LaunchPlan) -> str:
         f"trainer: {_count(facts.ranks, 'rank')} ({cut}), {_visible(plan.layout.trainer_gpus)}",
         *(f"  rank {rank}: {_place(() if gpu is None else (gpu,))}" for rank, gpu in enumerate(plan.layout.ranks)),
     ]
+    if facts.buffer_bytes:
+        lines.append(f"  export buffer: {facts.buffer_bytes / 1e6:,.0f} MB of host memory on each rank")
     if plan.service is None:
         lines.append("service: none; no engine starts, and nothing is reserved for one")
     else:
@@ -119,6 +121,7 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
             "data": facts.data,
             "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(layout.ranks)],
             "cuda_visible_devices": ",".join(layout.trainer_gpus),
+            "buffer_bytes": facts.buffer_bytes,
         },
         "service": None
         if plan.service is None

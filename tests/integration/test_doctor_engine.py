@@ -78,6 +78,7 @@ def test_a_snapshot_with_faults_is_not_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(300)
 def test_real_sglang_reproduces_the_canary_of_transformers(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", seed=1)
     place = with_canary(model.path, model.manifest, reference_canary(model.path))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0  # the first case waits for the imports
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,14 @@ def build_tiny_model(
 
     tokenizer = build_tokenizer()
     prefix = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
-    shape = {} if family == "qwen2" else {"head_dim": hidden_size // 4}
+    shape: dict[str, Any] = {} if family == "qwen2" else {"head_dim": hidden_size // 4}
+    shape["num_key_value_heads"] = 2
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         eos_token_id=tokenizer.eos_token_id,

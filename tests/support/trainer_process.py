@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.zygote import Zygote
 from trainer.crash import VARIABLE
 from trainer.steplog import read_steplog
 
 TIMEOUT_S = 100.0
+TORCHRUN_S = 280.0  # three processes import torch and megatron-core
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,28 @@ class TrainerRuns:
         code = self.zygote.launch(argv, {VARIABLE: crash or ""}, stdout, stderr, TIMEOUT_S)
         return Ended(code, stdout.read_text(), stderr.read_text())
 
-    def torchrun(self, *settings: str, ranks: int, crash: str = "", module: str = "torch.distributed.run") -> Ended:
-        """Run the trainer over several ranks, as a user would; or with another module, as a launch does."""
+    def torchrun(self, *settings: str, ranks: int, crash: str = "") -> Ended:
+        """Run the trainer over several ranks under torchrun, as a launch does."""
         sets = [part for setting in settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", module, f"--nproc-per-node={ranks}", "--standalone"]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer.ranks",
+            f"--nproc-per-node={ranks}",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+        ]
         command += ["-m", "trainer.main", "--config", str(self.config), *sets]
         env = {**os.environ, VARIABLE: crash, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=self.directory
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=env, cwd=self.directory, **pipes) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=TORCHRUN_S)
+            except BaseException:
+                for part in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    part.kill()
+                raise
+        return Ended(process.returncode, stdout, stderr)
 
     def log(self) -> list[dict[str, Any]]:
         """Every event so far."""

@@ -121,6 +121,12 @@ def test_a_shared_gpu_is_named(base: Path) -> None:
     assert as_json(plan)["shared_gpus"] == ["1"]
 
 
+def test_the_memory_of_the_export_buffers_is_stated_before_anything_starts(base: Path) -> None:
+    plan = plan_of(base, trainer=Trainer(base, buffer_bytes=1_192_099_840))
+    assert "  export buffer: 1,192 MB of host memory on each rank" in as_text(plan)
+    assert as_json(plan)["trainer"]["buffer_bytes"] == 1_192_099_840
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -37,9 +37,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tied": True},
+    "qwen3, untied": {"tied": False},
     "qwen2": {"family": "qwen2", "tied": True},
-    "qwen2, untied": {"family": "qwen2", "tied": False},
-    "llama": {"family": "llama", "tied": False},
+    "qwen2, untied, a key of its own for each head": {"family": "qwen2", "tied": False, "num_key_value_heads": 4},
+    "llama, one key for all heads": {"family": "llama", "tied": False, "num_key_value_heads": 1},
     "llama 3.1": {"family": "llama", "tied": False, "rope_parameters": LLAMA3_ROPE},
     "llama 3.2, tied": {"family": "llama", "tied": True, "rope_parameters": LLAMA3_ROPE, "head_dim": 32},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
@@ -100,10 +102,12 @@ def test_logits_of_transformers_of_megatron_and_of_the_export_agree(imported: Im
 
 
 def test_an_untouched_export_is_the_import_bit_by_bit(imported: Imported, tmp_path: Path) -> None:
-    exported = load_file(_export(imported.model, imported.hf_dir, tmp_path) / "model.safetensors")
-    original = load_file(imported.hf_dir / "model.safetensors")
+    directory = _export(imported.model, imported.hf_dir, tmp_path)
+    exported, original = (load_file(path / "model.safetensors") for path in (directory, imported.hf_dir))
     assert original.keys() == exported.keys()
     assert all(torch.equal(original[name], exported[name]) for name in original)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (directory / name).read_bytes() == (imported.hf_dir / name).read_bytes()
 
 
 def test_a_copy_on_the_device_first_is_the_same_export(imported: Imported, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,19 +14,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval_service.contract.canary import canary_token_ids
-from eval_service.contract.errors import ConfigError
+from eval_service.contract.errors import ConfigError, SnapshotFault
 from eval_service.contract.snapshot import SnapshotWriter
 from tests.support.tiny_model import EOS, build_tiny_model, write_chats
 from trainer import conversion, cpu_megatron, mcore
 from trainer.architecture import read_architecture
 from trainer.config import ParallelSection, TrainSection
 from trainer.data import Dataset, Example, encode, load_dataset, pack
-from trainer.export import Exporter
-from trainer.model import Model, build_model
+from trainer.export import Exporter, plan_files
+from trainer.model import build_model
 from trainer.parallel import Ranks, check_world, parallel_session
+from trainer.session import reserve
 from trainer.training import Training, build_training, load_hf
 
 pytestmark = pytest.mark.real
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +38,10 @@ def ranks() -> Iterator[Ranks]:
         yield held
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def hf_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with tied embeddings and without."""
-    return build_tiny_model(tmp_path_factory.mktemp("hf"), tied=request.param, seed=3)
-
-
-@pytest.fixture
-def model(hf_dir: Path, ranks: Ranks) -> Model:
-    """What is in `hf_dir`, in megatron."""
-    return _loaded(hf_dir, ranks)
-
-
-def _loaded(hf_dir: Path, ranks: Ranks, **parallel: Any) -> Model:
-    model = build_model(read_architecture(hf_dir), ranks, ParallelSection(**parallel))
-    load_hf(model, hf_dir)
-    return model
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a head of its own."""
+    return build_tiny_model(tmp_path_factory.mktemp("hf"), tied=False, seed=3)
 
 
 def _hf_logprobs(directory: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -60,30 +51,12 @@ def _hf_logprobs(directory: Path, ids: torch.Tensor) -> torch.Tensor:
     return table.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-def test_megatron_gives_the_log_probs_of_transformers(hf_dir: Path, model: Model) -> None:
-    ids = torch.tensor(canary_token_ids(46))
-    difference = (model.logprobs(ids) - _hf_logprobs(hf_dir, ids)).abs().max()
-    assert difference < 1e-5
-
-
-def test_an_export_of_an_untouched_import_is_the_import_bit_by_bit(hf_dir: Path, model: Model, tmp_path: Path) -> None:
-    exporter = Exporter(model, hf_dir)
-    exporter.stage()
-    digests = set()
-    for step in (1, 2):
-        with SnapshotWriter(tmp_path, "run", step, "test") as writer:
-            exporter.fill(writer)
-            published = writer.publish(canary=exporter.canary(), dispatch=())
-        digests.add(published.manifest.digest)
-    assert len(digests) == 1
-    original, exported = (load_file(path / "model.safetensors") for path in (hf_dir, published.path))
-    assert original.keys() == exported.keys()
-    assert all(torch.equal(original[name], exported[name]) for name in original)
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (published.path / name).read_bytes() == (hf_dir / name).read_bytes()
-
-
-def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trained_export_in_several_files_loads_in_transformers_and_has_its_canary(
+    ranks: Ranks, tmp_path: Path, tied: bool
+) -> None:
+    """A tied lm_head is kept in the base model's index: an empty tensor in shard 2, whose header is rejected."""
+    hf_dir = build_tiny_model(tmp_path / "hf", tied=tied, seed=3)
     training = build_training(
         read_architecture(hf_dir), hf_dir, TrainSection(num_steps=3, lr=1e-2, micro_batch_size=2), ranks
     )
@@ -97,7 +70,12 @@ def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path,
         digest = writer.digest()
         published = writer.publish(canary=exporter.canary(), dispatch=())
     assert published.manifest.digest == digest
-    assert (published.path / "model.safetensors.index.json").exists()
+    index = json.loads((published.path / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {file: load_file(published.path / file) for file in set(index.values())}
+    assert len(shards) > 1
+    assert ("lm_head.weight" in index) is not tied
+    assert {name: file for file, held in shards.items() for name in held} == index
+    assert all(tensor.numel() for held in shards.values() for tensor in held.values())
     canary = published.manifest.canary
     assert canary is not None
     ids = torch.tensor(canary.token_ids)
@@ -107,18 +85,63 @@ def test_a_trained_export_loads_in_transformers_and_has_its_canary(hf_dir: Path,
 
 
 def test_a_bfloat16_model_trained_in_float32_is_exported_in_its_own_dtype(ranks: Ranks, tmp_path: Path) -> None:
+    """Tensor dtype differs from config dtype: twice the size, or a silent cast."""
     hf_dir = build_tiny_model(tmp_path / "hf")
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(hf_dir / "model.safetensors").items()}
     save_file(weights, hf_dir / "model.safetensors", metadata={"format": "pt"})
     config = hf_dir / "config.json"
     config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     with SnapshotWriter(tmp_path, "run", 1, "test") as writer:
-        exporter = Exporter(_loaded(hf_dir, ranks), hf_dir)
+        model = build_model(read_architecture(hf_dir), ranks, ParallelSection())
+        load_hf(model, hf_dir)
+        exporter = Exporter(model, hf_dir)
         exporter.stage()
         exporter.fill(writer)
         exported = load_file(writer.partial / "model.safetensors")
+        size_bytes = (writer.partial / "model.safetensors").stat().st_size
+    assert size_bytes == pytest.approx((hf_dir / "model.safetensors").stat().st_size, abs=4096)
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_a_tensor_that_the_exporter_skips_fails_the_export_by_its_key(
+    hf_dir: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index lists keys that no shard contains, as of layers that a converter skips; and an unsupported
+    architecture whose export "succeeds" with no weights."""
+    model = build_model(read_architecture(hf_dir), ranks, ParallelSection())
+    load_hf(model, hf_dir)
+    whole = plan_files(model.architecture, 60_000, [0])
+    for plan, said in (
+        ([*whole[:-1], replace(whole[-1], rules=whole[-1].rules[:-1])], "lm_head.weight was never written"),
+        ([], "no tensor was written"),
+    ):
+        monkeypatch.setattr("trainer.export.plan_files", lambda *_, plan=plan: plan)
+        exporter = Exporter(model, hf_dir)
+        exporter.stage()
+        with SnapshotWriter(tmp_path, "run", 1, "test") as writer:
+            exporter.fill(writer)
+            with pytest.raises(SnapshotFault, match=said):
+                writer.publish(canary=None, dispatch=())
+        assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_buffer_is_held_only_where_something_is_exported_and_one_that_can_not_be_had_is_refused(
+    hf_dir: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = Exporter(build_model(read_architecture(hf_dir), ranks, ParallelSection()), hf_dir)
+    assert "buffer" not in vars(exporter)
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.export.HostBuffer", _no_memory)
+        with pytest.raises(ConfigError, match=r"allocated: out of memory") as caught:
+            reserve(exporter, "device")
+    assert (caught.value.field, caught.value.hint) == ("eval.buffer", "set it to 'host'")
+    reserve(exporter, "host")
+    assert exporter.buffer.size_bytes == sum(4 * tensor.numel() for tensor in load_file(hf_dir / WEIGHTS).values())
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise RuntimeError("out of memory")
 
 
 def test_missing_and_foreign_tensors_are_refused_by_name(hf_dir: Path) -> None:

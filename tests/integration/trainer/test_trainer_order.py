@@ -86,8 +86,8 @@ def test_resumed_run_evaluates_the_step_it_resumed_from_and_never_the_next(
     stub.points.clear()
     result = runs.launch("train.save_interval=1", "eval.interval=1", "train.num_steps=5")
     assert result.returncode == 0, result.stderr
-    events = runs.events(*ORDER)
-    events = events[events.index("save:3") + 1 :]  # where the first launch died
+    events = runs.events("start", *ORDER)
+    events = events[len(events) - events[::-1].index("start") :]  # of the second launch
     assert events[:2] == ["eval_dispatched:3", "step_begin:4"]
     assert stub.steps() == [3, 4, 5]
     baseline = stub.point(3)
@@ -138,7 +138,8 @@ def test_a_step_that_was_evaluated_is_not_evaluated_again_by_the_launch_that_res
 
 
 def test_reuse_evaluates_own_checkpoints_whose_save_comes_first(runs: TrainerRuns, stub: StubService) -> None:
-    reuse = ("eval.snapshot_source=reuse", "train.save_hf=true", "train.save_interval=2")
+    """The symptom: an accepted config silently ignores the directory that was chosen for the exports."""
+    reuse = ("eval.snapshot_source=reuse", "train.save_hf=true", "train.save_interval=2", "train.save_dir=chosen")
     assert runs.launch(*reuse).returncode == 0
     events = runs.events("save", "eval_dispatched", "step_begin")
     assert steps_around(events, "eval_dispatched:2")[0][-1] == "save:2"
@@ -150,7 +151,7 @@ def test_reuse_evaluates_own_checkpoints_whose_save_comes_first(runs: TrainerRun
     stub.points.clear()
     assert runs.launch(*reuse, "train.num_steps=6").returncode == 0
     assert stub.steps() == [4, 6]
-    assert str(runs.output_dir / "checkpoints" / "hf") in str(stub.point(4).snapshot)
+    assert Path(stub.point(4).snapshot or "").parent == runs.directory / "chosen" / "hf" / runs.run
 
 
 def test_where_the_eval_interval_is_no_save_interval_both_land_and_the_save_comes_first(

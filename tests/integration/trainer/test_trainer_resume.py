@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -130,8 +131,11 @@ def test_plan_prints_and_trains_nothing(runs: TrainerRuns, stub: StubService) ->
 def test_a_run_on_dumped_batches_has_the_losses_of_the_run_that_dumped_them(
     runs: TrainerRuns, stub: StubService
 ) -> None:
-    """Neither the data nor its order is read again, so a fault is met again."""
-    assert runs.launch(*QUIET, 'data.save_debug_data="dumped"').returncode == 0
+    """Neither the data, its order nor its packing is made again, so a fault is met again."""
+    packed = ("data.packing=true", "data.max_length=96")
+    assert runs.launch(*QUIET, *packed, 'data.save_debug_data="dumped"').returncode == 0
+    rows = json.loads((runs.directory / "dumped" / "step_1.json").read_text())["examples"]
+    assert any(len(row["starts"]) > 1 for row in rows)
     again = (*QUIET, 'run.name="again"', 'run.output_dir="again"', 'data.load_debug_data="dumped"')
     result = runs.launch(*again, 'data.train="gone.jsonl"', "train.seed=9")
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval_service.contract.wire import Kind
+from tests.support.properties import steady
 from trainer.cadence import Point, describe, is_due, plan
 
 steps = st.integers(1, 200)
@@ -26,11 +27,13 @@ def test_step_zero_and_steps_after_the_last_are_not_due() -> None:
     assert not is_due(11, 1, 1, 10)
 
 
+@steady
 @given(steps, intervals, epochs)
 def test_the_last_step_is_always_due_unless_nothing_is(num_steps: int, interval: int | None, epoch: int | None) -> None:
     assert is_due(num_steps, interval, epoch, num_steps) is (interval is not None)
 
 
+@steady
 @given(steps, st.integers(1, 60), epochs, st.integers(0, 250), st.booleans())
 def test_a_plan_ascends_never_has_the_next_step_early_and_ends_with_one_forced_final(
     num_steps: int, interval: int, epoch: int | None, start: int, skip: bool
@@ -46,6 +49,7 @@ def test_a_plan_ascends_never_has_the_next_step_early_and_ends_with_one_forced_f
     assert before == ([] if skip or start >= num_steps else [Point(start, Kind.BASELINE)])
 
 
+@steady
 @given(steps, st.integers(1, 60), epochs, st.integers(0, 200))
 def test_a_resumed_plan_goes_on_where_the_whole_one_does(
     num_steps: int, interval: int, epoch: int | None, start: int

@@ -143,6 +143,18 @@ def test_the_address_that_the_file_leaves_out_comes_from_the_environment(
         load_run(path, ["eval.url=none"])
 
 
+@pytest.mark.parametrize(("batch", "micro"), [(8, 8), (96, 32), (7, 1), (256, 64)])
+def test_a_micro_batch_that_nobody_set_divides_the_batch(path: Path, batch: int, micro: int) -> None:
+    assert load_run(path, [f"train.global_batch_size={batch}"]).train.micro_batch_size == micro
+
+
+def test_a_copy_that_stays_on_the_device_is_refused_where_the_device_is_to_be_left_to_an_engine(path: Path) -> None:
+    with pytest.raises(ConfigError, match="set it to 'host'") as caught:
+        load_run(path, ["train.offload_train=true", "eval.buffer=device"])
+    assert caught.value.field == "eval.buffer"
+    assert load_run(path, ["eval.buffer=device"]).eval.buffer == "device"
+
+
 def test_reuse_needs_an_interval_that_is_a_multiple_of_the_saves(path: Path) -> None:
     reuse = ["eval.snapshot_source=reuse", "train.save_hf=true"]
     with pytest.raises(ConfigError, match=r"multiple of train\.save_interval"):
@@ -199,7 +211,7 @@ def test_a_launch_tells_the_run_of_the_fleet_and_two_files_may_not_differ(path: 
 
 
 def test_an_interval_with_a_fleet_of_no_engine_is_refused_unless_some_are_attached(path: Path) -> None:
-    """Otherwise an accepted config would silently run no eval."""
+    """The symptom: an accepted config silently runs no evaluation: an interval without engines is an error."""
     with pytest.raises(ConfigError, match="an interval needs engines"):
         load_run(path, fleet={"num_eval_engines": [0, 0], "num_attached_engines": 0})
     attached = load_run(path, fleet={"num_eval_engines": [0, 0], "num_attached_engines": 1}).fleet

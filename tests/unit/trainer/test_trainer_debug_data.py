@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from eval_service.contract.errors import ConfigError
 from trainer.data import Dataset, Example
 from trainer.debug_data import Dumping, load_dumped, path_of
 
+PAIR = {"token_ids": [1, 2], "learn": [0, 1]}
+BAD_STARTS: tuple[list[int], ...] = ([], [1], [0, 0], [0, 2], [0, -1])
 EXAMPLES = [Example((number, number + 1), (False, True)) for number in range(6)]
 
 
@@ -43,6 +46,7 @@ def test_what_was_dumped_comes_back_step_by_step_over_an_epochs_end(dumped: Path
         (4, 2, 10, "{", "no dumped batch"),
         (4, 2, 10, '{"examples": [{}, {}]}', "no dumped batch"),
         (4, 2, 10, '{"examples": [{"token_ids": [1], "learn": [1]}, {"token_ids": [1], "learn": [1]}]}', "differ"),
+        *((4, 2, 10, json.dumps({"examples": [{**PAIR, "starts": starts}] * 2}), "differ") for starts in BAD_STARTS),
     ],
 )
 def test_batches_that_do_not_fit_the_run_are_refused_by_name(

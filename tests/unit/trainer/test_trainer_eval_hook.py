@@ -21,7 +21,7 @@ from eval_service.contract.outbox import Outbox
 from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
-from eval_service.contract.wire import Kind, Receipt
+from eval_service.contract.wire import DispatchRequest, Kind, Receipt
 from tests.support.stub_service import StubService
 from trainer.background import Background
 from trainer.cadence import Point
@@ -338,6 +338,7 @@ def test_the_second_export_waits_for_the_buffer_and_copies_what_is_there_then(be
 def test_an_export_that_finds_the_buffer_busy_to_the_deadline_is_skipped_and_a_forced_one_is_not(
     bench: Bench, config: RunConfig
 ) -> None:
+    """As on a slow disk, where one export takes longer than the interval of points."""
     section = config.eval.model_copy(update={"buffer_timeout_s": 0.0, "drain_timeout_s": 30.0})
     bench.hook.config = config.model_copy(update={"eval": section})
     writing, go_on = threading.Event(), threading.Event()
@@ -370,6 +371,36 @@ def test_what_a_launch_granted_itself_counts_while_it_is_still_being_written(ben
     assert bench.hook.join(30)
     assert [request.step for _, request in bench.outbox.pending()] == [1]
     assert [entry.step for entry in bench.hook.skipped] == [2]
+
+
+def test_what_a_launch_granted_itself_counts_while_it_goes_into_the_outbox(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a third snapshot slips in where two are allowed, just as the one before is put there."""
+    bench.stub.away = lambda _: True
+    link, keeping, go_on = bench.hook.link, threading.Event(), threading.Event()
+    keep, pending = link.keep, link.pending
+
+    def keeps(request: DispatchRequest) -> None:
+        keeping.set()
+        assert go_on.wait(30)
+        keep(request)
+
+    def reads() -> list[tuple[Path, DispatchRequest]]:
+        found = pending()
+        go_on.set()  # it is put there, and leaves what is under way, as soon as this was read
+        assert bench.hook.join(30)
+        return found
+
+    section = bench.config.eval.model_copy(update={"max_in_flight": 1})
+    bench.hook.config = bench.config.model_copy(update={"eval": section})
+    monkeypatch.setattr(link, "keep", keeps)
+    bench.hook.evaluate(Point(1, Kind.PERIODIC))
+    assert keeping.wait(30)
+    monkeypatch.setattr(link, "pending", reads)
+    bench.hook.evaluate(Point(2, Kind.PERIODIC))
+    assert [entry.step for entry in bench.hook.skipped] == [2]
+    assert [request.step for _, request in bench.outbox.pending()] == [1]
 
 
 def test_the_drain_waits_for_what_is_being_written(bench: Bench) -> None:
