@@ -211,6 +211,10 @@ def _recovers(evidence: Evidence) -> Iterator[str]:
             yield f"{what} for {longest:.1f} s"
 
 
+def _no_idle_engine(evidence: Evidence) -> Iterator[str]:
+    yield from evidence.seen.idleness.told.values()
+
+
 def _all_landed(evidence: Evidence) -> Iterator[str]:
     yield from evidence.unplanned
     yield from evidence.trainer_failures
@@ -228,6 +232,7 @@ PROMISES: dict[str, Callable[[Evidence], Iterator[str]]] = {
     "no process and no half-written directory is left": _no_orphans,
     "every dispatch is answered": _dispatch_answered,
     "the service recovers in time": _recovers,
+    "no engine is idle beside a point that may have it, and no point is stuck": _no_idle_engine,
 }
 
 

@@ -239,6 +239,7 @@ def _document(
         "slowest_dispatch_s": round(evidence.seen.slowest_s, 3),
         "longest_outage_s": round(max((outage.lasted_s for outage in evidence.seen.outages), default=0.0), 2),
         "longest_silence_s": round(max((until - since for since, until in evidence.seen.silences), default=0.0), 2),
+        "longest_idle_beside_work_s": round(evidence.seen.idleness.longest_s, 2),
         "promises": [{"name": one.name, "ok": one.kept, "broken": list(one.broken)} for one in promises],
         "list": [asdict(one.fault) | {"landed": one.landed, "detail": one.detail} for one in done],
     }

@@ -44,6 +44,19 @@ class Service:
         return f"http://{HOST}:{self.port}"
 
     def start(self, client: EvalClient) -> None:
+        """As a supervisor of services does: a fault may end a start, and so may a machine that is too busy for Ray."""
+        for left in reversed(range(_STARTS)):
+            try:
+                self._start_once(client)
+                return
+            except DemoError:
+                if not left:
+                    raise
+                assert self.child is not None
+                self.child.process.kill()
+                self.child.process.wait()
+
+    def _start_once(self, client: EvalClient) -> None:
         """Start it, and wait until a controller acts and the engines serve."""
         files = ["--fleet", "fleet.toml", "--suites", "suites.toml"]
         self.child = self.victims.family.start(
@@ -72,21 +85,8 @@ class Service:
 
         if not wait_until(lambda: not left(), _DEAD_S):
             self.orphans += [f"{one} outlived the service" for one in left()]
-        self._start_again(client)
+        self.start(client)
         return True
-
-    def _start_again(self, client: EvalClient) -> None:
-        """As a supervisor of services does: a fault may end a start too, such as a proxy killed before it ran."""
-        for left in reversed(range(_STARTS)):
-            try:
-                self.start(client)
-                return
-            except DemoError:
-                if not left:
-                    raise
-                assert self.child is not None
-                self.child.process.kill()
-                self.child.process.wait()
 
     def views(self, client: EvalClient) -> list[EngineView]:
         """The engines as the service shows them; none while it can't."""

@@ -11,6 +11,7 @@ import pytest
 
 from eval_service.chaos.evidence import Evidence, to_keep
 from eval_service.chaos.faults import Fault, FaultKind
+from eval_service.chaos.idleness import Idleness
 from eval_service.chaos.inject import Done
 from eval_service.chaos.promises import PROMISES, RECOVERY_S, Promise, check_promises, told
 from eval_service.chaos.records import Everything
@@ -131,6 +132,7 @@ ONE = "one controller acts"
 ORPHANS = "no process and no half-written directory is left"
 ANSWERED = "every dispatch is answered"
 RECOVERS = "the service recovers in time"
+IDLE = "no engine is idle beside a point that may have it, and no point is stuck"
 
 CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "nothing": (lambda e: e, set()),
@@ -208,6 +210,10 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "no controller for too long": (
         lambda e: replace(e, seen=Seen(probes=1, silences=[(0.0, RECOVERY_S + 1)])),
         {RECOVERS},
+    ),
+    "an engine was idle beside a queued point": (
+        lambda e: replace(e, seen=Seen(probes=1, idleness=Idleness(told={"e p": "e was idle"}))),
+        {IDLE},
     ),
     "a fault never landed": (lambda e: replace(e, unplanned=["#3"]), {"every fault landed"}),
 }
