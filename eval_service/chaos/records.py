@@ -90,6 +90,13 @@ class Records:
         """Points that have not ended."""
         return [dict(row) for row in self._rows(select(points).where(points.c.state.not_in(_ENDS)))]
 
+    def newest_done(self) -> str | None:
+        """The point that was done last of those whose snapshot is there."""
+        query = select(points.c.id).join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        query = query.where(points.c.state == PointState.DONE.value, snapshots.c.deleted_at.is_(None))
+        rows = self._rows(query.order_by(points.c.ended_at.desc()).limit(1))
+        return str(rows[0]["id"]) if rows else None
+
     def everything(self) -> Everything:
         """All of it."""
         return Everything(

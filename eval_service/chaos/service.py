@@ -75,7 +75,7 @@ class Service:
         with suppress(ProcessLookupError):  # an earlier start of it may have failed
             os.kill(self.child.process.pid, signal.SIGKILL)
         self.child.process.wait()
-        ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
+        ours = [Part.CONTROLLER, Part.GATEWAY, Part.PROXY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
 
         def left() -> list[str]:
             # What another fault has stopped can't end now; whether it does later is seen when all is over.
