@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_service.chaos.inject import Done
+from eval_service.chaos.patron import Told
 from eval_service.chaos.records import Everything
 from eval_service.chaos.watch import Seen
 from eval_service.chaos.world import World
@@ -35,6 +36,7 @@ class Evidence:
     scraps: Sequence[str]  # half-written or half-deleted paths
     faults: Sequence[Done]
     seen: Seen
+    served: Told = field(default_factory=Told)
     unplanned: Sequence[str] = field(default_factory=list)  # faults of the list that never landed
     orphans: Sequence[str] = field(default_factory=list)
     undrained: Sequence[str] = field(default_factory=list)

@@ -24,6 +24,8 @@ class FaultKind(StrEnum):
     STOP_SUPERVISOR = "stop_supervisor"
     KILL_REPLICA = "kill_replica"
     STOP_REPLICA = "stop_replica"
+    KILL_PROXY = "kill_proxy"
+    STOP_PROXY = "stop_proxy"  # for longer than it may serve without being told that it may
     KILL_SERVICE = "kill_service"  # all of it, at once; then it is started again
 
     STALE_LABEL = "stale_label"
@@ -64,6 +66,9 @@ KNOBS = frozenset(
     }
 )
 """Faults that a fake engine brings about when told to."""
+
+TO_THE_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY})
+"""Faults during which a served point may go unanswered for a while."""
 
 CUTS_THE_API = frozenset(
     {

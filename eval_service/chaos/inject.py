@@ -31,10 +31,12 @@ _REPLACED_S = 60.0
 _SUCCESSOR_S = 30.0
 _STARTED_S = 10.0
 _LEAST_BYTES = 1
+_PROXY_S = 4.0  # with the least that a fault holds: longer than its lease
 
 _KILLS = {
     FaultKind.KILL_CONTROLLER: Part.CONTROLLER,
     FaultKind.KILL_GATEWAY: Part.GATEWAY,
+    FaultKind.KILL_PROXY: Part.PROXY,
     FaultKind.KILL_ENGINE: Part.ENGINE,
     FaultKind.KILL_SUPERVISOR: Part.SUPERVISOR,
     FaultKind.KILL_REPLICA: Part.REPLICA,
@@ -42,6 +44,7 @@ _KILLS = {
 _STOPS = {
     FaultKind.STOP_CONTROLLER: Part.CONTROLLER,
     FaultKind.STOP_GATEWAY: Part.GATEWAY,
+    FaultKind.STOP_PROXY: Part.PROXY,
     FaultKind.STOP_ENGINE: Part.ENGINE,
     FaultKind.STOP_SUPERVISOR: Part.SUPERVISOR,
     FaultKind.STOP_REPLICA: Part.REPLICA,
@@ -154,9 +157,10 @@ class Injector:
         if victim is None or not self.victims.stop(victim):
             return False, f"no {part.name.lower()} was stopped"
         if fault.hold_s is not None:
-            time.sleep(fault.hold_s)
+            hold_s = fault.hold_s + (_PROXY_S if part is Part.PROXY else 0.0)
+            time.sleep(hold_s)
             self.victims.go_on(victim)
-            return True, f"pid {victim.pid} for {fault.hold_s} s"
+            return True, f"pid {victim.pid} for {hold_s:.2f} s"
         began = time.monotonic()
         gone = wait_until(lambda: not alive(victim), _REPLACED_S)
         self.victims.go_on(victim)

@@ -125,13 +125,14 @@ def _overlaps(evidence: Evidence) -> Iterator[str]:
             yield f"attempt {rows[-1]['number']} of {point} has not ended"
 
 
+def _made(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """What was published under each reservation."""
+    entries = [entry for diary in evidence.diaries.values() for entry in diary]
+    return {entry["reservation"]: entry for entry in entries if entry["event"] == "publishing"}
+
+
 def _samples_are_right(evidence: Evidence) -> Iterator[str]:
-    made = {
-        entry["reservation"]: entry
-        for diary in evidence.diaries.values()
-        for entry in diary
-        if entry["event"] == "publishing"
-    }
+    made = _made(evidence)
     for point in evidence.ledger.points:
         if point["state"] != PointState.DONE:
             continue
@@ -144,16 +145,31 @@ def _samples_are_right(evidence: Evidence) -> Iterator[str]:
         versions = {sample.weight_version for sample in samples}
         if versions != {point["weight_version"]}:
             yield f"{_named(point)} was pinned as {point['weight_version']}, its samples say {sorted(versions)}"
-        wrong = [
-            sample
-            for sample in samples
-            if sample.output != source["answers"].get(sample.prompt, fake_text(source["tensor_digest"], sample.prompt))
-        ]
+        wrong = [sample for sample in samples if sample.output != _right(source, sample.prompt)]
         if wrong:
             yield f"{_named(point)}: {len(wrong)} samples are of other weights, such as {wrong[0].output!r}"
         right = sum(sample.prompt in source["answers"] for sample in samples) / max(1, len(samples))
         if point["score"] is None or abs(point["score"] - right) > 1e-9:
             yield f"{_named(point)} scores {point['score']}; its bytes score {right}"
+
+
+def _right(source: dict[str, Any], prompt: str) -> str:
+    """What the bytes of a snapshot answer."""
+    return str(source["answers"].get(prompt, fake_text(source["tensor_digest"], prompt)))
+
+
+def _served_by_its_own_weights(evidence: Evidence) -> Iterator[str]:
+    made = _made(evidence)
+    points = {point["id"]: point for point in evidence.ledger.points}
+    digests = {row["id"]: row["digest"] for row in evidence.ledger.snapshots}
+    for answer in evidence.served.answers:
+        point = points[answer.point]
+        if not answer.label.startswith(digests[point["snapshot_id"]][:8]):
+            yield f"{_named(point)} was served as {answer.label}, which is another snapshot"
+        if answer.text != _right(made[point["reservation"]], answer.prompt):
+            yield f"{_named(point)} was served with other weights: {answer.prompt!r} got {answer.text!r}"
+    if evidence.served.silent is not None:
+        yield f"nobody was served when all was over: {evidence.served.silent}"
 
 
 def _nothing_in_use_deleted(evidence: Evidence) -> Iterator[str]:
@@ -211,6 +227,10 @@ def _recovers(evidence: Evidence) -> Iterator[str]:
             yield f"{what} for {longest:.1f} s"
 
 
+def _no_idle_engine(evidence: Evidence) -> Iterator[str]:
+    yield from evidence.seen.idleness.told.values()
+
+
 def _all_landed(evidence: Evidence) -> Iterator[str]:
     yield from evidence.unplanned
     yield from evidence.trainer_failures
@@ -222,12 +242,14 @@ PROMISES: dict[str, Callable[[Evidence], Iterator[str]]] = {
     "sound snapshots are done, the others end for their own reason": _ends_are_right,
     "no result is doubled": _nothing_doubled,
     "every sample and score is of its own snapshot's bytes": _samples_are_right,
+    "who talks to a point is answered by its own weights": _served_by_its_own_weights,
     "no snapshot in use is deleted": _nothing_in_use_deleted,
     "as many snapshots are kept as the run says": _keep_respected,
     "one controller acts": _one_controller,
     "no process and no half-written directory is left": _no_orphans,
     "every dispatch is answered": _dispatch_answered,
     "the service recovers in time": _recovers,
+    "no engine is idle beside a point that may have it, and no point is stuck": _no_idle_engine,
 }
 
 

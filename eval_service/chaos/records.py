@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 from sqlalchemy import Engine, RowMapping, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
+from eval_service.chaos.idleness import Moment
 from eval_service.contract.states import ENDS, PointState
-from eval_service.ledger.database import CONTROLLER_AT, EPOCH
-from eval_service.ledger.schema import attempts, meta, points, snapshots
+from eval_service.contract.wire import EngineState, FleetView
+from eval_service.ledger.database import CONTROLLER_AT, EPOCH, FLEET
+from eval_service.ledger.schema import attempts, meta, points, runs, snapshots
+from eval_service.ledger.turn import LIVE_STATES
 
 _ENDS = tuple(state.value for state in ENDS)
 
@@ -51,6 +55,31 @@ class Records:
         shown = found[CONTROLLER_AT]
         return Acting(int(found[EPOCH]["value"]), int(shown["value"]), shown["at"])
 
+    def moment(self) -> Moment | None:
+        """What engines and points do, as `GET /fleet` and `GET /points` tell it."""
+        found = {row["key"]: row for row in self._rows(select(meta))}
+        if FLEET not in found:
+            return None
+        fleet = FleetView.model_validate_json(found[FLEET]["value"])
+        engines = [engine for group in fleet.groups if group.kind != "frozen" for engine in group.engines]
+        free = [one for one in engines if one.state is EngineState.READY and one.point is None]
+        query = select(points.c.id, points.c.attempts, points.c.state, snapshots.c.admitted_at)
+        query = query.join(snapshots, snapshots.c.id == points.c.snapshot_id).join(runs, runs.c.run == points.c.run)
+        query = query.where(points.c.state.in_((PointState.QUEUED.value, *LIVE_STATES)), runs.c.paused.is_(False))
+        rows = self._rows(query)
+        queued = [row for row in rows if row["state"] == PointState.QUEUED and row["admitted_at"] is not None]
+        return Moment(
+            at=time.time(),
+            epoch=int(found[CONTROLLER_AT]["value"]),
+            shown_at=found[FLEET]["at"],
+            free=frozenset(f"{one.id} {one.nonce}" for one in free),
+            leased=frozenset(one.point for one in engines if one.point is not None),
+            queued=frozenset((row["id"], row["attempts"]) for row in queued),
+            under_way=frozenset(
+                (row["id"], row["attempts"], row["state"]) for row in rows if row["state"] in LIVE_STATES
+            ),
+        )
+
     def in_use(self) -> dict[str, str]:
         """The directories of snapshots that an open point needs, with the point."""
         query = select(points.c.id, snapshots.c.path).join(snapshots, snapshots.c.id == points.c.snapshot_id)
@@ -60,6 +89,13 @@ class Records:
     def open_points(self) -> list[dict[str, Any]]:
         """Points that have not ended."""
         return [dict(row) for row in self._rows(select(points).where(points.c.state.not_in(_ENDS)))]
+
+    def newest_done(self) -> str | None:
+        """The point that was done last of those whose snapshot is there."""
+        query = select(points.c.id).join(snapshots, snapshots.c.id == points.c.snapshot_id)
+        query = query.where(points.c.state == PointState.DONE.value, snapshots.c.deleted_at.is_(None))
+        rows = self._rows(query.order_by(points.c.ended_at.desc()).limit(1))
+        return str(rows[0]["id"]) if rows else None
 
     def everything(self) -> Everything:
         """All of it."""

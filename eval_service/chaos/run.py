@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from eval_service.chaos.evidence import Evidence, digests_of, kept_in, read_all_samples, scraps_in, to_keep
-from eval_service.chaos.faults import BY_TRAINER, Fault, FaultKind, plan_faults
+from eval_service.chaos.faults import BY_TRAINER, TO_THE_PROXY, Fault, FaultKind, plan_faults
 from eval_service.chaos.inject import Done, Injector
+from eval_service.chaos.patron import Patron
 from eval_service.chaos.promises import Promise, check_promises, told
 from eval_service.chaos.records import Records
 from eval_service.chaos.service import Service
 from eval_service.chaos.trainers import Trainers
 from eval_service.chaos.victims import Part, Victims, pids
 from eval_service.chaos.watch import Seen, Watch, wait_until
-from eval_service.chaos.world import RUNS, World, build
+from eval_service.chaos.world import RUNS, World, build, known_prompts
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError
 from eval_service.contract.wire import RunSpec
@@ -64,6 +65,7 @@ class Fleet:
     records: Records
     watch: Watch
     trainers: Trainers
+    patron: Patron
     undrained: list[str] = field(default_factory=list)
 
 
@@ -93,7 +95,9 @@ def _live_through(
         with EvalClient(service.url, timeout_s=5.0) as client:
             say(f"starting the service and {options.engines} fake engines on port {port}")
             service.start(client)
-            fleet = Fleet(world, service, victims, client, Records(world.ledger), watch, trainers)
+            records = Records(world.ledger)
+            patron = Patron(service.url, records, known_prompts(world))
+            fleet = Fleet(world, service, victims, client, records, watch, trainers, patron)
             done = _afflict(fleet, options, faults, say)
             seen = _settle(fleet, say)
             orphans, pinned = [*service.orphans, *_strays(fleet)], _pinned(fleet)
@@ -115,6 +119,8 @@ def _afflict(fleet: Fleet, options: ChaosOptions, faults: Sequence[Fault], say: 
     say(f"{len(faults)} faults: {len(ours)} to the service, {len(theirs)} to trainers and their exports")
     fleet.watch.start()
     fleet.trainers.start(fleet.service.url, options.seed, theirs, least_steps=LEAST_STEPS, pace_s=_TRAINER_PACE_S)
+    if any(fault.kind in TO_THE_PROXY for fault in faults):
+        fleet.patron.start()
     injector = Injector(fleet.service, fleet.victims, fleet.records, fleet.client, say, _PACE_S)
     injector.run(ours)
     say("no more faults to the service; the trainers come to their end and drain")
@@ -122,6 +128,8 @@ def _afflict(fleet: Fleet, options: ChaosOptions, faults: Sequence[Fault], say: 
     fleet.watch.end_probing()
     if not fleet.trainers.finish(_TRAINERS_S):
         fleet.undrained.append(f"the trainers did not end within {_TRAINERS_S:.0f} s")
+    if fleet.patron.started:
+        fleet.patron.ask_last()
     return injector.done
 
 
@@ -199,6 +207,7 @@ def _evidence(
         scraps=_scraps(fleet),
         faults=done,
         seen=seen,
+        served=fleet.patron.told,
         unplanned=[f"#{fault.number} {fault.kind} never landed" for fault in faults if fault.number not in landed],
         orphans=orphans,
         undrained=[*fleet.undrained, *_undrained(diaries)],
@@ -236,9 +245,12 @@ def _document(
         "points": dict(states),
         "attempts": len(evidence.ledger.attempts),
         "probes": evidence.seen.probes,
+        "served_answers": len(evidence.served.answers),
+        "served_refusals": evidence.served.refused,
         "slowest_dispatch_s": round(evidence.seen.slowest_s, 3),
         "longest_outage_s": round(max((outage.lasted_s for outage in evidence.seen.outages), default=0.0), 2),
         "longest_silence_s": round(max((until - since for since, until in evidence.seen.silences), default=0.0), 2),
+        "longest_idle_beside_work_s": round(evidence.seen.idleness.longest_s, 2),
         "promises": [{"name": one.name, "ok": one.kept, "broken": list(one.broken)} for one in promises],
         "list": [asdict(one.fault) | {"landed": one.landed, "detail": one.detail} for one in done],
     }

@@ -44,6 +44,19 @@ class Service:
         return f"http://{HOST}:{self.port}"
 
     def start(self, client: EvalClient) -> None:
+        """As a supervisor of services does: a fault may end a start, and so may a machine that is too busy for Ray."""
+        for left in reversed(range(_STARTS)):
+            try:
+                self._start_once(client)
+                return
+            except DemoError:
+                if not left:
+                    raise
+                assert self.child is not None
+                self.child.process.kill()
+                self.child.process.wait()
+
+    def _start_once(self, client: EvalClient) -> None:
         """Start it, and wait until a controller acts and the engines serve."""
         files = ["--fleet", "fleet.toml", "--suites", "suites.toml"]
         self.child = self.victims.family.start(
@@ -62,7 +75,7 @@ class Service:
         with suppress(ProcessLookupError):  # an earlier start of it may have failed
             os.kill(self.child.process.pid, signal.SIGKILL)
         self.child.process.wait()
-        ours = [Part.CONTROLLER, Part.GATEWAY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
+        ours = [Part.CONTROLLER, Part.GATEWAY, Part.PROXY, Part.REPLICA, Part.SUPERVISOR, Part.ENGINE]
 
         def left() -> list[str]:
             # What another fault has stopped can't end now; whether it does later is seen when all is over.
@@ -72,21 +85,8 @@ class Service:
 
         if not wait_until(lambda: not left(), _DEAD_S):
             self.orphans += [f"{one} outlived the service" for one in left()]
-        self._start_again(client)
+        self.start(client)
         return True
-
-    def _start_again(self, client: EvalClient) -> None:
-        """As a supervisor of services does: a fault may end a start too, such as a proxy killed before it ran."""
-        for left in reversed(range(_STARTS)):
-            try:
-                self.start(client)
-                return
-            except DemoError:
-                if not left:
-                    raise
-                assert self.child is not None
-                self.child.process.kill()
-                self.child.process.wait()
 
     def views(self, client: EvalClient) -> list[EngineView]:
         """The engines as the service shows them; none while it can't."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,21 +24,44 @@ from eval_service.engine.fake import ANSWERS, fake_canary
 VOCAB = 128
 _SHARDS = 2
 
-_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-    "eos_token_id": 1,
-}
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a model with 2 layers of width 16."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "eos_token_id": 1,
+    }
+    return {**config, **changes}
+
+
+def tiny_texts(vocab_size: int) -> dict[str, bytes]:
+    """The files of its tokenizer and its generation config."""
+    vocab = {f"t{number}": number for number in range(vocab_size)}
+    return {
+        "generation_config.json": json.dumps({"eos_token_id": [1]}).encode(),
+        "tokenizer.json": json.dumps({"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": []}).encode(),
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode(),
+    }
+
+
+def deal_out(tensors: Sequence[TensorData], count: int) -> Iterator[tuple[str, list[TensorData]]]:
+    """The tensors dealt out over `count` files, by name."""
+    if count == 1:
+        yield "model.safetensors", list(tensors)
+        return
+    for number in range(count):
+        yield f"model-{number + 1:05d}-of-{count:05d}.safetensors", list(tensors[number::count])
 
 
 class Flaw(StrEnum):
@@ -63,19 +86,12 @@ class Model:
 
     def shards(self) -> Iterator[tuple[str, list[TensorData]]]:
         """The tensors dealt out over files."""
-        for number in range(_SHARDS):
-            yield f"model-{number + 1:05d}-of-{_SHARDS:05d}.safetensors", list(self.tensors[number::_SHARDS])
+        yield from deal_out(self.tensors, _SHARDS)
 
     def files(self) -> dict[str, bytes]:
         """All that is no weights."""
-        vocab = {f"t{number}": number for number in range(VOCAB)}
-        return {
-            "config.json": json.dumps(_CONFIG).encode(),
-            "generation_config.json": json.dumps({"eos_token_id": [1]}).encode(),
-            "tokenizer.json": json.dumps({"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": []}).encode(),
-            "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode(),
-            ANSWERS: json.dumps(self.answers).encode(),
-        }
+        answers = json.dumps(self.answers).encode()
+        return {"config.json": json.dumps(tiny_config()).encode(), **tiny_texts(VOCAB), ANSWERS: answers}
 
 
 def make_model(seed: str, prompts: dict[str, str], *, flaw: Flaw | None = None) -> Model:
@@ -116,7 +132,7 @@ def write_base(directory: Path) -> None:
 
 def _tensors(seed: int) -> Iterator[TensorData]:
     rng = np.random.default_rng(seed)
-    for name, shape in expected_shapes(HfConfig.model_validate(_CONFIG)).items():
+    for name, shape in expected_shapes(HfConfig.model_validate(tiny_config())).items():
         values = (rng.standard_normal(shape) * 0.02).astype("<f4")
         yield TensorData(name, "F32", tuple(shape), values)
 

@@ -25,6 +25,7 @@ class Part(StrEnum):
 
     CONTROLLER = "ServeReplica:evalfleet:controller"
     GATEWAY = "ServeReplica:evalfleet:gateway"
+    PROXY = "ServeReplica:evalfleet:proxy"
     REPLICA = "ServeReplica:evalfleet:engines-"
     SUPERVISOR = "engine/supervisor.py"
     ENGINE = "eval_service.engine.fake"

@@ -1,5 +1,6 @@
 """What can only be seen while it happens: a snapshot deleted under a point, two controllers that act, a dispatch that
-nobody answers. Threads of their own look all the time; they write nothing but reservations of a run of their own.
+nobody answers, an engine that stands idle beside work. Threads of their own look all the time; they write nothing but
+reservations of a run of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from eval_service.chaos.idleness import Idleness
 from eval_service.chaos.records import Records
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, Unavailable
@@ -44,6 +46,7 @@ class Seen:
     old_epochs: list[str] = field(default_factory=list)
     silences: list[tuple[float, float]] = field(default_factory=list)  # since, until: no controller showed itself
     outages: list[Outage] = field(default_factory=list)
+    idleness: Idleness = field(default_factory=Idleness)
     probes: int = 0
     slowest_s: float = 0.0
 
@@ -98,6 +101,9 @@ class Watch:
                     self.seen.silences.append((quiet_since, acting.shown_at))
                     quiet_since = acting.shown_at
             self._look_at_files()
+            moment = self._records.moment()
+            if moment is not None:
+                self.seen.idleness.look(moment)
 
     def _look_at_files(self) -> None:
         missing = [path for path in self._records.in_use() if not Path(path).is_dir()]

@@ -140,6 +140,11 @@ def build(out: Path, *, engines: int) -> World:
     return world
 
 
+def known_prompts(world: World) -> list[str]:
+    """Every prompt of the suites."""
+    return [json.loads(line)["prompt"] for line in world.prompts.read_text().splitlines()]
+
+
 _SUITE = """
 [suites.{name}]
 sampling = {{ max_new_tokens = 8 }}
@@ -157,6 +162,7 @@ visibility_timeout_s = {visibility}
 reservation_timeout_s = {reservation}
 leftover_idle_s = 5.0
 controller_grace_s = 10.0
+proxy_port = 0
 point_timeout_s = 3600.0
 pin_timeout_s = 10.0
 sample_timeout_s = {sample}

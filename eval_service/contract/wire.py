@@ -360,10 +360,19 @@ class GroupView(Wire):
     engines: tuple[EngineView, ...]
 
 
+class PoolView(Wire):
+    """The controller's pool of requests to engines, over all of its lanes."""
+
+    capacity: int = Field(description="requests that may be in flight: engines of each lane, times server_concurrency")
+    in_flight: int
+    waiting: int = Field(description="requests that wait for room")
+
+
 class FleetView(Wire):
     """`GET /fleet`."""
 
     groups: tuple[GroupView, ...]
+    pool: PoolView = PoolView(capacity=0, in_flight=0, waiting=0)
     seen_at: float | None = Field(description="when the controller last wrote this; None: never")
 
 

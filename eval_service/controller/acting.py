@@ -10,6 +10,7 @@ from typing import Any
 
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
+from eval_service.contract.wire import PoolView
 from eval_service.controller.admitting import Admissions
 from eval_service.controller.board import Board
 from eval_service.controller.costs import Costs
@@ -302,7 +303,13 @@ class Acting:
         now = self._clock()
         if now - self._shown_at < LIFE_S:
             return
-        upstreams = self._router.stats().upstreams
+        stats = self._router.stats()
+        upstreams, gates = stats.upstreams, stats.targets.values()
         view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
-        await self._ledger(self._moves.show_life, view)
+        pool = PoolView(
+            capacity=sum(gate.capacity for gate in gates),
+            in_flight=sum(gate.in_flight for gate in gates),
+            waiting=sum(gate.waiting for gate in gates),
+        )
+        await self._ledger(self._moves.show_life, view.model_copy(update={"pool": pool}))
         self._shown_at = now

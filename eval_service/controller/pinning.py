@@ -164,6 +164,8 @@ class Pinner:
             if self._contestable():
                 return Outcome(Verdict.DISPUTED, detail=f"started anew, {_told(again)}")
             return self._engines_fault(engine_id, _told(again))
+        if again.error is PinError.LABEL:  # what it calls what it holds is no doing of what it holds
+            return self._engines_fault(engine_id, _told(again))
         return Outcome(Verdict.SUSPECT if good is None else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:

@@ -24,6 +24,7 @@ class _LedgerCollector(Collector):
         yield _engines(fleet)
         yield _desired(fleet)
         yield _in_flight(fleet)
+        yield from _pool(fleet)
         yield GaugeMetricFamily("evalfleet_epoch", "Epoch of the controller", value=status.epoch)
         yield GaugeMetricFamily(
             "evalfleet_controller_alive", "Whether a controller acts", value=float(status.controller_alive)
@@ -78,3 +79,13 @@ def _in_flight(fleet: FleetView) -> Metric:
         for engine in group.engines:
             family.add_metric([group.name, engine.id], engine.in_flight)
     return family
+
+
+def _pool(fleet: FleetView) -> Iterator[Metric]:
+    told = {
+        "capacity": "Requests to engines that may be in flight over all lanes",
+        "in_flight": "Requests to engines in flight over all lanes",
+        "waiting": "Requests to engines that wait for room",
+    }
+    for name, text in told.items():
+        yield GaugeMetricFamily(f"evalfleet_pool_{name}", text, value=getattr(fleet.pool, name))

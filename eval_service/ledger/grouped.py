@@ -1,7 +1,8 @@
 """Writes of many callers in one transaction: what comes while one is being committed shares the next.
 
-Invariants: each piece of work sees what those before it wrote, and is undone alone when it fails; nobody is answered
-before the commit. One thread writes, so that callers wait for the ledger and not for one another's turn at it.
+Invariants: each piece of work sees what those before it wrote, and is undone alone when it fails, unless the ledger
+itself does; nobody is answered before the commit. One thread writes, so that callers wait for the ledger and not for
+one another's turn at it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
 from eval_service.contract.errors import Unavailable
 from eval_service.ledger.database import Database
@@ -92,6 +94,8 @@ class GroupedWrites:
                 for job in jobs:
                     try:
                         done.append((job, _alone(connection, job.work)))
+                    except OperationalError:  # such as a full disk: SQLite may have undone what came before it too
+                        raise
                     except Exception as exc:  # noqa: BLE001 - of one caller's work: raised where it is waited for
                         failed.append((job, exc))
         except Exception as exc:  # noqa: BLE001 - nothing was committed: everybody is told
@@ -107,9 +111,11 @@ def _alone(connection: Connection, work: Callable[[Connection], _T]) -> _T:
     connection.exec_driver_sql("SAVEPOINT one")
     try:
         result = work(connection)
+    except OperationalError:  # there may be no savepoint any more: the whole transaction is given up
+        raise
     except Exception:
         connection.exec_driver_sql("ROLLBACK TO SAVEPOINT one")
-        raise
-    finally:
         connection.exec_driver_sql("RELEASE SAVEPOINT one")
+        raise
+    connection.exec_driver_sql("RELEASE SAVEPOINT one")
     return result

@@ -216,9 +216,13 @@ class Intents:
             if row["snapshot_id"] is None:
                 arrival = update(points).where(points.c.id == row["id"])
                 connection.execute(arrival.values(snapshot_id=snapshot, source=request.source))
-        if not waits:
+        # Exported because it never heard that there was no room: as if it had not asked.
+        unheard = [row["id"] for row in held if request.deferred and row["reason"] == Reason.BUSY]
+        for point in unheard:
+            give(connection, Command.RETRY, point, None, now)
+        if not waits and not unheard:
             settle(connection, snapshot, now)
-        return Granted.TAKEN if waits else Granted.SKIPPED
+        return Granted.TAKEN if waits or unheard else Granted.SKIPPED
 
     # --- drains
 

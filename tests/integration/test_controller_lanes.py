@@ -140,6 +140,19 @@ def test_an_engine_whose_updates_go_wrong_is_found_out_and_mended(stand_of: Make
     go(body)
 
 
+def test_engines_that_go_on_telling_the_old_label_are_at_fault_and_never_the_snapshot(stand_of: Make) -> None:
+    async def body() -> None:
+        async with stand_of().running(2, stale_label=True) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            point = stand.dispatch("r", 1)
+            await stand.until(lambda: all(stand.engine(name).quarantined for name in stand.runners))
+            stand.start_engine("sound")
+            await stand.until_done(point)
+
+    go(body)
+
+
 def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(stand_of: Make) -> None:
     async def body() -> None:
         async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(1) as stand:

@@ -135,11 +135,13 @@ async def test_an_engine_by_its_url_is_filled_to_its_concurrency_and_who_waits_i
         stand.put_run("r")
         async with stand.somebody_elses_engine(monkeypatch):
             await stand.until(lambda: stand.engine("theirs").ready)
-            await stand.turn("theirs", latency_s=0.5)
+            await stand.turn("theirs", latency_s=1.5)
             point = stand.dispatch("r", 1)
             await stand.until(lambda: stand.acting._router.stats().targets[point].in_flight == 64)
             gate = stand.acting._router.stats().targets[point]
             assert (gate.capacity, gate.peak, gate.waiting) == (64, 64, 200 - 64)
+            await stand.until(lambda: stand.views.fleet().pool.waiting)  # as /fleet and /metrics tell it
+            assert stand.views.fleet().pool.capacity == 64
             await stand.turn("theirs", latency_s=0.0)
             await stand.until_done(point)
 

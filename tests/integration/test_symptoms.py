@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from eval_service.contract import names
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DrainRequest, PlannedPoint, Receipt, SampleView
+from eval_service.gateway.app import build_app
+from eval_service.gateway.services import Services
+from eval_service.ledger.bounds import Bounds
 from eval_service.suites.samples import write_samples
 from tests.support.controller_stand import SUITE, Stand
 from tests.support.engine_model import make_model
@@ -33,6 +40,25 @@ def go(body: Callable[[], Awaitable[None]], *, timeout_s: float = 90) -> None:
 @pytest.fixture
 def stand(tmp_path: Path) -> Stand:
     return Stand(tmp_path)
+
+
+@asynccontextmanager
+async def gateway(stand: Stand) -> AsyncIterator[str]:
+    """The API over the stand's ledger, on a port of its own."""
+
+    def wake() -> None:
+        if stand.link.controller is not None:
+            loop.call_soon_threadsafe(stand.link.controller.wake)
+
+    loop = asyncio.get_running_loop()
+    bounds = Bounds((stand.root.resolve(),), stand.suites.keys())
+    app = build_app(Services(stand.database, bounds, "test", wake, stand.config.groups))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        await task
 
 
 def receipt(stand: Stand, drain: str) -> Receipt:
@@ -270,16 +296,40 @@ def test_a_shutdown_that_would_wait_for_ever_on_one_stuck_validation_gets_a_list
     go(body)
 
 
+def test_a_drain_by_the_command_line_of_one_stuck_scorer_ends_at_its_deadline_with_a_list_and_another_exit_code(
+    stand: Stand,
+) -> None:
+    async def body() -> None:
+        async with stand.running(1), gateway(stand) as url:
+            await stand.until_ready()
+            stand.put_run("r")
+            stand.hold_scoring()
+            stuck = stand.dispatch("r", 1)
+            await stand.until(lambda: stand.point(stuck).state is PointState.SCORING)
+            command = [sys.executable, "-m", "eval_service.cli.main", "drain", "r", "--url", url, "--timeout", "2"]
+            asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            told, _ = await asked.communicate()
+            assert asked.returncode == 3
+            assert "time is up" in told.decode()
+            assert "step 1 words: pending" in told.decode()
+            stand.release_scoring()
+            await stand.until_done(stuck)
+            again = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+            assert await again.wait() == 0
+
+    go(body)
+
+
 def test_a_failed_checkpoint_is_not_marked_done_and_is_tried_again_first_503_then_well(tmp_path: Path) -> None:
     async def body() -> None:
-        async with Stand(tmp_path, prompts=100, knobs={"latency_s": 0.05}).running(1) as stand:
+        async with Stand(tmp_path, prompts=90, server_concurrency=1, knobs={"latency_s": 0.05}).running(3) as stand:
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
-            await stand.until_state(point, PointState.RUNNING)
-            await stand.turn("e0", unavailable=True)
+            await stand.until(lambda: len(stand.lane(point).proven) == 3)
+            await asyncio.gather(*(stand.turn(name, unavailable=True) for name in stand.runners))
             [view] = await stand.until_done(point)
-            assert stand.engine("e0").report.restarts
-            assert [attempt.outcome for attempt in view.history].count("done") == 1
+            assert [attempt.outcome for attempt in view.history] == ["generation", "done"]
+            assert (view.state, view.attempts) == (PointState.DONE, 2)
 
     go(body)

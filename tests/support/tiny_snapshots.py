@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from eval_service.admission.architectures import HfConfig, expected_shapes
+from eval_service.chaos import snapshots
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.manifest import Canary
 from eval_service.contract.safetensors_io import TensorData, write_safetensors
@@ -25,22 +26,9 @@ _NUMPY = {"float32": ("F32", "<f4"), "float16": ("F16", "<f2"), "bfloat16": ("BF
 
 def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> dict[str, Any]:
     """A config.json of a model with 2 layers of width 16."""
-    config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-        "eos_token_id": 1,
-    }
-    return {**config, **changes}
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 64}
+    kind = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    return snapshots.tiny_config(**{**sizes, **kind, **changes})
 
 
 @dataclass(slots=True)
@@ -53,12 +41,7 @@ class Tiny:
 
     def shards(self, count: int) -> Iterator[tuple[str, list[TensorData]]]:
         """The tensors dealt out over `count` files."""
-        everything = list(self.tensors.values())
-        if count == 1:
-            yield "model.safetensors", everything
-            return
-        for number in range(count):
-            yield f"model-{number + 1:05d}-of-{count:05d}.safetensors", everything[number::count]
+        yield from snapshots.deal_out(list(self.tensors.values()), count)
 
     def files(self) -> dict[str, bytes]:
         """All that is no weights."""
@@ -79,13 +62,7 @@ def tiny(architecture: str = "Qwen3ForCausalLM", *, seed: int = 0, **changes: An
     config = tiny_config(architecture, **changes)
     shapes = expected_shapes(HfConfig.model_validate(config))
     made = {name: tensor(name, shape, config["dtype"], seed) for name, shape in shapes.items()}
-    vocab = {f"t{number}": number for number in range(VOCAB)}
-    texts = {
-        "generation_config.json": json.dumps({"eos_token_id": [1]}).encode(),
-        "tokenizer.json": json.dumps({"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": []}).encode(),
-        "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}).encode(),
-    }
-    return Tiny(config, made, texts)
+    return Tiny(config, made, snapshots.tiny_texts(VOCAB))
 
 
 def canary(vocab_size: int = VOCAB) -> Canary:

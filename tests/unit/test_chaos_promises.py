@@ -11,7 +11,9 @@ import pytest
 
 from eval_service.chaos.evidence import Evidence, to_keep
 from eval_service.chaos.faults import Fault, FaultKind
+from eval_service.chaos.idleness import Idleness
 from eval_service.chaos.inject import Done
+from eval_service.chaos.patron import Answer, Told
 from eval_service.chaos.promises import PROMISES, RECOVERY_S, Promise, check_promises, told
 from eval_service.chaos.records import Everything
 from eval_service.chaos.snapshots import Flaw
@@ -55,7 +57,7 @@ def attempt(suite: str, number: int = 1, **changes: Any) -> dict[str, Any]:
 def snapshot(**changes: Any) -> dict[str, Any]:
     """The one snapshot."""
     row = {"id": "s1", "run": RUN, "step": STEP, "path": f"/r/alpha/{FOLDER}", "admitted_at": 1.0, "settled_at": 2.0}
-    return row | {"deleted_at": None} | changes
+    return row | {"deleted_at": None, "digest": DIGEST} | changes
 
 
 def diary(flaw: str | None = None, kind: str | None = None) -> list[dict[str, Any]]:
@@ -122,15 +124,21 @@ def with_snapshots(evidence: Evidence, *rows: dict[str, Any]) -> Evidence:
     return replace(evidence, ledger=replace(evidence.ledger, snapshots=rows))
 
 
+def served(evidence: Evidence, text: str, label: str = "dddddddd.s1") -> Evidence:
+    return replace(evidence, served=Told([Answer("p-main", "a?", text, label)]))
+
+
 LOST = "no point is lost"
 ENDS = "sound snapshots are done, the others end for their own reason"
 DOUBLED = "no result is doubled"
 SAMPLES = "every sample and score is of its own snapshot's bytes"
+SERVED = "who talks to a point is answered by its own weights"
 KEEP = "as many snapshots are kept as the run says"
 ONE = "one controller acts"
 ORPHANS = "no process and no half-written directory is left"
 ANSWERED = "every dispatch is answered"
 RECOVERS = "the service recovers in time"
+IDLE = "no engine is idle beside a point that may have it, and no point is stuck"
 
 CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "nothing": (lambda e: e, set()),
@@ -173,6 +181,10 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "a sample under another label": (lambda e: with_samples(e, samples("main", weight_version="v0")), {SAMPLES}),
     "a sample twice": (lambda e: with_samples(e, [*samples("main"), samples("main")[3]]), {SAMPLES}),
     "no samples": (lambda e: with_samples(e, "no such file"), {SAMPLES}),
+    "served by its own weights": (lambda e: served(e, fake_text(DIGEST, "a?")), set()),
+    "served by other weights": (lambda e: served(e, "other"), {SERVED}),
+    "served under another label": (lambda e: served(e, fake_text(DIGEST, "a?"), "eeeeeeee.s1"), {SERVED}),
+    "never served again": (lambda e: replace(e, served=Told(silent="503")), {SERVED}),
     "a wrong score": (lambda e: points(e, score=0.5), {SAMPLES}),
     "deleted in use": (
         lambda e: replace(e, seen=Seen(probes=1, deleted_in_use=["/r"])),
@@ -208,6 +220,10 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "no controller for too long": (
         lambda e: replace(e, seen=Seen(probes=1, silences=[(0.0, RECOVERY_S + 1)])),
         {RECOVERS},
+    ),
+    "an engine was idle beside a queued point": (
+        lambda e: replace(e, seen=Seen(probes=1, idleness=Idleness(told={"e p": "e was idle"}))),
+        {IDLE},
     ),
     "a fault never landed": (lambda e: replace(e, unplanned=["#3"]), {"every fault landed"}),
 }

@@ -20,6 +20,7 @@ from eval_service.contract.wire import (
     FleetView,
     GroupView,
     PointView,
+    PoolView,
     Receipt,
     RunCommandReply,
     RunView,
@@ -330,11 +331,17 @@ def test_no_such_drain_is_404(api: Api) -> None:
 def show_life(api: Api) -> None:
     engines = (engine("e1", in_flight=3), engine("e2", state=EngineState.RESTARTING))
     group = GroupView(name="eval", kind="pinned", grade="fake", desired=2, ready=1, engines=engines)
-    api.ledger.moves.show_life(FleetView(groups=(group,), seen_at=None))
+    api.ledger.moves.show_life(
+        FleetView(groups=(group,), pool=PoolView(capacity=8, in_flight=3, waiting=5), seen_at=None)
+    )
 
 
 def test_status_and_fleet_show_what_the_controller_last_saw(api: Api) -> None:
-    assert api.get("/fleet") == {"groups": [], "seen_at": None}
+    assert api.get("/fleet") == {
+        "groups": [],
+        "pool": {"capacity": 0, "in_flight": 0, "waiting": 0},
+        "seen_at": None,
+    }
     show_life(api)
     api.ledger.queued(1)
     status = StatusView.model_validate(api.get("/status"))
@@ -376,5 +383,6 @@ def test_metrics_are_prometheus_text_with_every_family(api: Api) -> None:
     assert values["evalfleet_points_without_result", "r1", "skipped", "unhealthy"] == 1
     assert values["evalfleet_engines", "eval", "ready"] == 1
     assert values["evalfleet_engine_in_flight", "e1", "eval"] == 3
+    assert [values[f"evalfleet_pool_{name}",] for name in ("capacity", "in_flight", "waiting")] == [8, 3, 5]
     assert values["evalfleet_epoch",] == 1
     assert values["evalfleet_controller_alive",] == 1

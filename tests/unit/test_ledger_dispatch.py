@@ -261,6 +261,18 @@ def test_what_was_exported_while_the_service_was_away_comes_in_over_the_bound(le
     assert [ledger.send(step, deferred=True).outcome for step in (1, 2, 3)] == [Granted.TAKEN] * 3
 
 
+def test_what_was_exported_since_the_refusal_was_never_heard_comes_in_over_the_bound_too(ledger: Ledger) -> None:
+    ledger.put_run(max_in_flight=1, overflow="skip")
+    ledger.reserve(1)
+    refused = ledger.reserve(2)
+    assert refused.outcome is Granted.SKIPPED
+    assert ledger.send(2, reservation=refused.reservation, deferred=True).outcome is Granted.TAKEN
+    ledger.send(2, reservation=refused.reservation, deferred=True)  # the answer was lost
+    assert ledger.look() == 1
+    found = ledger.point(refused.points[0].id)
+    assert (found.state, found.reason) == (S.QUEUED, None)
+
+
 # --- expiry, failed exports, and what comes late
 
 

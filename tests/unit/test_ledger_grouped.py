@@ -106,6 +106,23 @@ def test_nobody_is_answered_when_the_commit_fails(ledger: Ledger, writes: Groupe
     assert writes.submit(dispatch(ledger, 1)).result(_WAIT_S).outcome is Granted.GRANTED
 
 
+def test_a_disk_that_is_full_for_one_of_them_is_told_to_all_since_nothing_was_kept(
+    ledger: Ledger, writes: GroupedWrites
+) -> None:
+    def too_much(connection: Connection) -> DispatchReply:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+        connection.exec_driver_sql("INSERT INTO meta VALUES ('much', hex(zeroblob(1000000)), 0)")
+        raise AssertionError("there was room")
+
+    ledger.put_run(max_in_flight=100)
+    before, after = dispatch(ledger, 1), dispatch(ledger, 2)
+    for future in together(ledger, writes, before, too_much, after):
+        with pytest.raises(Unavailable, match="full"):
+            future.result(_WAIT_S)
+    assert ledger.views.points(run="r1").total == 0
+
+
 def test_too_many_that_wait_are_refused_and_not_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "MOST_WAITING", 2)
     writes = GroupedWrites(ledger.db)
