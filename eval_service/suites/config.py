@@ -67,6 +67,7 @@ class DatasetConfig(Section):
 class SuiteConfig(Section):
     """`[suites.NAME]`."""
 
+    kind: Literal["prompts"] = "prompts"
     datasets: tuple[DatasetConfig, ...] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     scorer: str = "exact"
