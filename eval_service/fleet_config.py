@@ -50,6 +50,7 @@ class ServiceConfig(Section):
         default=10.0, ge=0, description="what a leaving engine has not done by then runs elsewhere"
     )
     scorer_processes: int = Field(default=1, ge=1)
+    allow_code: bool = Field(default=False, description="let suites run what a model wrote; see docs/suites.md")
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
 
 
