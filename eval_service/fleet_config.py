@@ -202,7 +202,7 @@ def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Confi
         if fault["type"] == "extra_forbidden":
             hint = "remove it, or see docs/configuration.md for the keys"
             raise ConfigError(f"{path.name}: unknown key", field=key or None, hint=hint) from exc
-        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.]+): ", message)):
+        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.0-9]+): ", message)):
             key, message = ".".join(filter(None, (key, own[1]))), message[own.end() :]
         message, _, fix = message.partition("; ")
         raise ConfigError(

@@ -142,7 +142,7 @@ class Likelihood:
 
 
 def split_choice(text: str, choice: str) -> tuple[str, str]:
-    """The context, and all of it with the choice. White space at the context's end is the choice's, as tokens have it."""
+    """The context, and all of it with the choice. White space before it is the choice's, as tokens have it."""
     return text.rstrip() or text, text + choice
 
 

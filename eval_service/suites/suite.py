@@ -20,7 +20,7 @@ from eval_service.fleet_config import validated
 from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
 from eval_service.suites.datasets import Dataset, Prompt, read_dataset
 from eval_service.suites.functions import check_functions
-from eval_service.suites.scorer_config import Function
+from eval_service.suites.scorer_config import SCORER_CONFIGS, Function
 from eval_service.suites.scoring import ScorerCall
 from eval_service.suites.texts import Parsed, parse
 
@@ -122,7 +122,7 @@ def load_suites(path: Path) -> dict[str, Suite]:
     try:
         config = validated(SuitesConfig, parsed.table, path)
     except ConfigError as exc:
-        raise _with_line(exc, parsed) from exc
+        raise _with_line(ConfigError(exc.message, field=_as_written(exc.field), hint=exc.hint), parsed) from exc
     base = path.resolve().parent
     functions = {
         name: suite.scorer.function for name, suite in config.suites.items() if isinstance(suite.scorer, Function)
@@ -153,8 +153,12 @@ def _digest(config: SuiteConfig, datasets: list[Dataset], source: str | None) ->
 
 
 def _with_line(error: ConfigError, parsed: Parsed) -> ConfigError:
-    # A scorer is told apart by its name, which the validation puts into the key.
-    field = re.sub(r"^(suites\.[^.]+\.scorer)\.[a-z_]+(?=\.|$)", r"\1", error.field or "") or None
-    number = parsed.line_of((field or "").split("."))
+    number = parsed.line_of((error.field or "").split("."))
     where = f"line {number}: " if number else ""
-    return ConfigError(where + error.message, field=field, hint=error.hint)
+    return ConfigError(where + error.message, field=error.field, hint=error.hint)
+
+
+def _as_written(field: str | None) -> str | None:
+    """A scorer is told apart by its name, which the validation puts into the key."""
+    names = "|".join(SCORER_CONFIGS)
+    return re.sub(rf"^(suites\.[^.]+\.scorer)\.({names})(?=\.|$)", r"\1", field) if field else None
