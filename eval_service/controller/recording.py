@@ -31,7 +31,6 @@ from eval_service.suites.scoring import Score, ScorerPool
 from eval_service.suites.statistics import Aggregated, aggregate
 from eval_service.suites.suite import Suite
 
-
 _FIELDS = set(SampleView.model_fields)
 
 
