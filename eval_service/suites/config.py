@@ -1,4 +1,4 @@
-"""`suites.toml`, as written: strict, frozen, no defaults that hide.
+"""A suites file, TOML or YAML, as written: strict, frozen, no defaults that hide.
 
 [suites.letters]
 scorer = "exact"
@@ -18,7 +18,7 @@ from eval_service.contract.metric_keys import avg_at, pass_all, pass_at
 from eval_service.contract.results import Direction
 from eval_service.contract.wire import SuiteName
 from eval_service.fleet_config import Section
-from eval_service.suites.scorers import SCORERS
+from eval_service.suites.scorer_config import SCORER_CONFIGS, Exact, MultipleChoice, ScorerConfig
 
 
 def attempts_told(n: int) -> tuple[int, ...]:
@@ -52,45 +52,57 @@ class SamplingConfig(Section):
         return self
 
 
+class FewshotConfig(Section):
+    """`fewshot`: solved examples before each question."""
+
+    n: int = Field(ge=1, le=64, description="examples, drawn anew for each row")
+    path: Path | None = Field(default=None, description="where they are drawn from; None: the dataset itself")
+    split: str | None = Field(default=None, description="of that directory")
+    seed: int = 0
+    separator: str = Field(default="\n\n", description="after each example; of rendered prompts")
+    between: str = Field(default=" ", description="between an example's prompt and its answer; of rendered prompts")
+
+
 class DatasetConfig(Section):
-    """`datasets`: a JSONL file, and which columns of it are what."""
+    """`datasets`: a file or directory, and which columns of it are what."""
 
     name: SuiteName
-    path: Path = Field(description="JSONL; relative to the suites file")
-    prompt: str = Field(default="prompt", min_length=1, description="column with the rendered prompt")
+    path: Path = Field(description="JSONL, Parquet, or what `save_to_disk` wrote; relative to the suites file")
+    split: str | None = Field(default=None, description="of a directory that holds several")
+    prompt: str = Field(default="prompt", min_length=1, description="column with the prompt, or the chat messages")
     answer: str = Field(default="answer", min_length=1, description="column with the expected answer")
     prompt_ids: str | None = Field(default=None, description="column with token ids, sent in the text's place")
+    choices: str = Field(default="choices", min_length=1, description="column with multiple choice's choices")
     limit: int | None = Field(default=None, ge=1, description="rows, drawn with `seed`; None: all of them")
     seed: int = 0
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="in the metrics over all datasets")
+    fewshot: FewshotConfig | None = None
 
 
 class SuiteConfig(Section):
     """`[suites.NAME]`."""
 
+    kind: Literal["prompts"] = "prompts"
     datasets: tuple[DatasetConfig, ...] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
-    scorer: str = "exact"
+    scorer: ScorerConfig = Exact()
     metric: str | None = Field(default=None, description="the headline; None: the scorer's, over all datasets")
     direction: Direction = Field(default=Direction.MAX, description="whether more or less of the headline is better")
     max_error_rate: float = Field(default=0.05, ge=0, le=1, description="more errored samples fail the point")
-    prompt_format: Literal["rendered"] = "rendered"
+    prompt_format: Literal["rendered", "chat"] = "rendered"
 
-    @field_validator("prompt_format", mode="before")
+    @field_validator("scorer", mode="before")
     @classmethod
-    def _no_template_over_a_rendered_prompt(cls, value: object) -> object:
-        if value in ("chat", "messages", "template"):
-            raise ValueError(
-                f"no template can be applied ({value!r}): datasets hold rendered prompts, sent as they stand; "
-                "leave it out, and render the prompts with the model's chat template"
-            )
-        return value
-
-    @field_validator("scorer")
-    @classmethod
-    def _known_scorer(cls, value: str) -> str:
-        if value not in SCORERS:
-            raise ValueError(f"there is no scorer {value!r}; there are {', '.join(sorted(SCORERS))}")
-        return value
+    def _known_scorer(cls, value: object) -> object:
+        """A name alone is a scorer without keys."""
+        table: object = {"name": value} if isinstance(value, str) else value
+        if isinstance(table, dict):
+            name = table.get("name")
+            if name is None:
+                raise ValueError('name: it has no name, such as { name = "exact" }')
+            if name not in SCORER_CONFIGS:
+                raise ValueError(f"there is no scorer {name!r}; there are {', '.join(sorted(SCORER_CONFIGS))}")
+        return table
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -101,22 +113,47 @@ class SuiteConfig(Section):
             raise ValueError(f"metric: there is no {self.headline!r}; there are {', '.join(self.metrics)}")
         return self
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.chooses and self.prompt_format == "chat":
+            raise ValueError("prompt_format: multiple choice asks rendered prompts; leave it out")
+        if self.chooses and self.sampling.n > 1:
+            raise ValueError("sampling.n: multiple choice generates nothing, so that n samples are all the same")
+        for number, dataset in enumerate(self.datasets):
+            if dataset.prompt_ids is not None and (self.prompt_format == "chat" or self.chooses or dataset.fewshot):
+                raise ValueError(
+                    f"datasets.{number}.prompt_ids: token ids are sent as they stand; "
+                    "no chat template, few-shot example or choice can be put around them"
+                )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether choices are compared by their log-likelihood, and nothing is generated."""
+        return isinstance(self.scorer, MultipleChoice)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the metrics over all datasets weigh these, and not each sample the same."""
+        return len({dataset.weight for dataset in self.datasets}) > 1
+
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What may be the headline: the scorer's metric, pass@k and so on, over all datasets, then by dataset."""
-        names = [SCORERS[self.scorer].metric]
+        """What may be the headline: the scorer's metrics, pass@k and so on, over all datasets, then by dataset."""
+        names = [self.scorer.metric]
         if (n := self.sampling.n) > 1:
             told = attempts_told(n)
             names += [*(pass_at(k) for k in told), *(pass_all(k) for k in told if k > 1), avg_at(n)]
+        names += self.scorer.more_metrics
         return (*names, *(f"{dataset.name}/{name}" for dataset in self.datasets for name in names))
 
     @property
     def headline(self) -> str:
         """The name of the suite's one number."""
-        return self.metric or SCORERS[self.scorer].metric
+        return self.metric or self.scorer.metric
 
 
 class SuitesConfig(Section):
-    """The whole of `suites.toml`."""
+    """The whole of a suites file."""
 
     suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)

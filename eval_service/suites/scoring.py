@@ -17,9 +17,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
 
@@ -30,6 +30,8 @@ _CHUNK = 64
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 _MAX_UNTAKEN = 3
+_RENDER_TIMEOUT_S = 10.0
+_TOGETHER_GRACE_S = 2.0  # an async scorer is ended by its own loop first, which harms no other
 
 
 class ScorerPoolFailed(EvalfleetError):
@@ -41,14 +43,42 @@ class ScorerPoolFailed(EvalfleetError):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A finite value, or the error that there was in its place; `unparsed` as in `scorers.Unparsed`."""
+    """A finite value, or the error that there was in its place; `unparsed` as in `scorers.Unparsed`.
+
+    `more` are the scores beside the one that counts, by name.
+    """
 
     value: float | None
     error: str | None = None
     unparsed: bool = False
+    more: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerCall:
+    """A registered scorer, what it is called with beside output and answer, and its seconds a sample."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None  # the pool's
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What a scorer's process is sent."""
+        return {"what": "score", "scorer": self.name, "options": dict(self.options), "timeout_s": self.timeout_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the snapshot's template has it, or the error that there was in its place."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    error: str | None = None
 
 
 _Pair = tuple[str, str]  # output, answer
+_Replies = list[dict[str, Any]]
 
 
 class ScorerPool:
@@ -67,19 +97,34 @@ class ScorerPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    async def score(self, scorer: str, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    async def score(self, scorer: str | ScorerCall, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
         """Score each output against the answer of the same place; the result has their order and length.
 
         Raises:
             ScorerPoolFailed: a process can't be started, or `close` was called.
         """
-        pairs = list(zip(outputs, answers, strict=True))
+        call = scorer if isinstance(scorer, ScorerCall) else ScorerCall(scorer)
+        replies = await self._run(call.request, list(zip(outputs, answers, strict=True)))
+        return [Score(**{"value": None, **reply}) for reply in replies]
+
+    async def render(self, options: Mapping[str, Any], conversations: Sequence[str]) -> list[Rendered]:
+        """Render conversations (JSON) with a snapshot's template, see `chat.chat_options`.
+
+        Raises:
+            ScorerPoolFailed: as for `score`.
+        """
+        request = {"what": "render", "options": dict(options), "timeout_s": _RENDER_TIMEOUT_S}
+        replies = await self._run(request, [(conversation, "") for conversation in conversations])
+        return [Rendered(r.get("text", ""), tuple(r.get("ids", ())), r.get("error")) for r in replies]
+
+    async def _run(self, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
+        """One reply a pair, in their order."""
         loop = asyncio.get_running_loop()
         chunks = (pairs[start : start + _CHUNK] for start in range(0, len(pairs), _CHUNK))
         if self._closed:
             raise ScorerPoolFailed("the scorer pool is closed")
-        jobs = [loop.run_in_executor(self._threads, self._score_chunk, scorer, chunk) for chunk in chunks]
-        return [score for scores in await asyncio.gather(*jobs) for score in scores]
+        jobs = [loop.run_in_executor(self._threads, self._chunk, request, chunk) for chunk in chunks]
+        return [reply for replies in await asyncio.gather(*jobs) for reply in replies]
 
     def close(self) -> None:
         """End every process at once; what is being scored ends in ScorerPoolFailed."""
@@ -92,21 +137,31 @@ class ScorerPool:
             process.end()
         self._all.clear()
 
-    def _score_chunk(self, scorer: str, pairs: list[_Pair]) -> list[Score]:
-        scores: list[Score] = []
-        untaken = 0
-        while len(scores) < len(pairs):
+    def _chunk(self, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
+        """Until all are answered. What a process leaves unanswered when it ends is asked again: if it went in order,
+        the first of them is the one that ended it; if they ran together, each goes by itself from then on.
+        """
+        replies: dict[int, dict[str, Any]] = {}
+        untaken, alone = 0, False
+        while left := [number for number in range(len(pairs)) if number not in replies]:
             if untaken >= _MAX_UNTAKEN:
                 raise ScorerPoolFailed(f"{untaken} scorer processes ended before they had read a sample")
+            asked = left[:1] if alone else left
             process = self._take()
-            found = process.score(scorer, pairs[len(scores) :])
-            untaken = 0 if found else untaken + 1
-            scores += found
+            found, ending = process.ask(request, [pairs[number] for number in asked])
+            untaken = 0 if found or ending else untaken + 1
+            replies |= {asked[number]: reply for number, reply in found.items()}
+            if ending is not None:
+                in_order = list(found) == list(range(len(found))) and not process.together
+                if in_order or len(asked) == 1:
+                    replies[asked[len(found)]] = {"error": ending}
+                else:
+                    alone = True
             if process.alive:
                 self._idle.put(process)
             else:
                 self._drop(process)
-        return scores
+        return [replies[number] for number in range(len(pairs))]
 
     def _take(self) -> _Process:
         """An idle process, or a new one; there are never more of them than threads that ask."""
@@ -148,6 +203,7 @@ class _Process:
                 env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self.alive = True
+        self.together = False  # what it was last asked runs all at once
 
     def await_ready(self) -> None:
         """Wait until it has imported what it needs.
@@ -159,23 +215,29 @@ class _Process:
         if isinstance(reply, str):
             raise ScorerPoolFailed(f"a scorer process did not start: {reply}", hint="its own output says why")
 
-    def score(self, scorer: str, pairs: list[_Pair]) -> list[Score]:
-        """Score until the first sample that ends the process; fewer scores than pairs mean that it is dead.
+    def ask(self, request: dict[str, Any], pairs: list[_Pair]) -> tuple[dict[int, dict[str, Any]], str | None]:
+        """Replies by number, and how it ended if it did so before all were answered: then it is dead.
 
-        None at all mean that it had died before it could read them, which is no sample's fault.
+        Neither means that it had died before it could read them, which is no sample's fault.
         """
-        scores: list[Score] = []
+        found: dict[int, dict[str, Any]] = {}
         try:
-            self._connection.send_bytes(json.dumps({"scorer": scorer, "samples": pairs}).encode())
+            self._connection.send_bytes(json.dumps({**request, "samples": pairs}).encode())
         except OSError:
             self.alive = False
-            return scores
-        if isinstance(self._reply(_START_TIMEOUT_S), str):
-            return scores
-        while self.alive and len(scores) < len(pairs):
-            reply = self._reply(self._timeout_s)
-            scores.append(Score(None, reply) if isinstance(reply, str) else Score(**{"value": None, **reply}))
-        return scores
+            return found, None
+        taken = self._reply(_START_TIMEOUT_S)
+        if isinstance(taken, str):
+            return found, None
+        self.together = bool(taken.get("together"))
+        timeout_s = float(request["timeout_s"] or self._timeout_s)
+        grace_s = _TOGETHER_GRACE_S if self.together else 0.0
+        while len(found) < len(pairs):
+            reply = self._reply(timeout_s, grace_s)
+            if isinstance(reply, str):
+                return found, reply
+            found[reply.pop("number")] = reply
+        return found, None
 
     def kill(self) -> None:
         """End it and whatever it started, now."""
@@ -189,10 +251,10 @@ class _Process:
         self._popen.wait(_END_TIMEOUT_S)
         self._connection.close()
 
-    def _reply(self, timeout_s: float) -> dict[str, Any] | str:
+    def _reply(self, timeout_s: float, grace_s: float = 0.0) -> dict[str, Any] | str:
         """The next reply; text says why there is none, and then the process is done for."""
         try:
-            if self._connection.poll(timeout_s):
+            if self._connection.poll(timeout_s + grace_s):
                 reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
                 return reply
         except (EOFError, OSError):

@@ -7,7 +7,7 @@ made of the scores: the points of suites with one digest can be compared.
 from __future__ import annotations
 
 import json
-import tomllib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,15 @@ from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import validated
 from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
 from eval_service.suites.datasets import Dataset, Prompt, read_dataset
-from eval_service.suites.scorers import SCORERS
-from eval_service.suites.toml_lines import line_of
+from eval_service.suites.functions import check_functions
+from eval_service.suites.scorer_config import SCORER_CONFIGS, Function
+from eval_service.suites.scoring import ScorerCall
+from eval_service.suites.texts import Parsed, parse
 
 # Where the data lies, what is made of the scores, and what is kept beside the answers: none of it changes an answer.
 _NOT_ASKED: Any = {
-    "datasets": {"__all__": {"path"}},
+    "datasets": {"__all__": {"path": True, "weight": True, "fewshot": {"path"}}},
+    "scorer": {"timeout_s"},
     "sampling": {"logprob"},
     "metric": True,
     "direction": True,
@@ -40,11 +43,21 @@ class Suite:
     digest: str
     config: SuiteConfig
     datasets: tuple[Dataset, ...]
+    base: Path = Path()  # the suites file's directory
 
     @property
     def scorer(self) -> str:
-        """The scorer's registered name."""
-        return self.config.scorer
+        """The scorer's name."""
+        return self.config.scorer.called
+
+    @property
+    def call(self) -> ScorerCall:
+        """What each output is scored with."""
+        config = self.config.scorer
+        options = config.options
+        if isinstance(config, Function):
+            options["directory"] = str(self.base)
+        return ScorerCall(config.called, options, config.timeout_s)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -59,7 +72,7 @@ class Suite:
     @property
     def metric(self) -> str:
         """The scorer's metric, over all datasets."""
-        return SCORERS[self.config.scorer].metric
+        return self.config.scorer.metric
 
     @property
     def max_error_rate(self) -> float:
@@ -100,42 +113,52 @@ def sample_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def load_suites(path: Path) -> dict[str, Suite]:
-    """Read a suites file and all of its datasets.
+    """Read a suites file, TOML or YAML, and all of its datasets; import the user's functions, in a process.
 
     Raises:
-        ConfigError: names the file, the line and the key, or the dataset's line and column.
+        ConfigError: names the file, the line and the key, or the dataset's row and column.
     """
+    parsed = parse(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ConfigError(f"{path} can't be read: {exc}", hint="see docs/configuration.md") from exc
-    try:
-        config = validated(SuitesConfig, table, path)
+        config = validated(SuitesConfig, parsed.table, path)
     except ConfigError as exc:
-        raise _with_line(exc, text) from exc
+        raise _with_line(ConfigError(exc.message, field=_as_written(exc.field), hint=exc.hint), parsed) from exc
     base = path.resolve().parent
-    return {name: _load(name, suite, base, text) for name, suite in config.suites.items()}
+    functions = {
+        name: suite.scorer.function for name, suite in config.suites.items() if isinstance(suite.scorer, Function)
+    }
+    try:
+        sources = check_functions(functions, base)
+    except ConfigError as exc:
+        raise _with_line(exc, parsed) from exc
+    return {name: _load(name, suite, base, parsed, sources.get(name)) for name, suite in config.suites.items()}
 
 
-def _load(name: str, config: SuiteConfig, base: Path, text: str) -> Suite:
+def _load(name: str, config: SuiteConfig, base: Path, parsed: Parsed, source: str | None) -> Suite:
     datasets: list[Dataset] = []
     for number, dataset in enumerate(config.datasets):
         try:
-            datasets.append(read_dataset(dataset, base, sum(len(read.rows) for read in datasets)))
+            datasets.append(read_dataset(dataset, config, base, sum(len(read.rows) for read in datasets)))
         except ConfigError as exc:
             key = f"suites.{name}.datasets.{number}" + (f".{exc.field}" if exc.field else "")
-            raise _with_line(ConfigError(exc.message, field=key, hint=exc.hint), text) from exc
-    return Suite(name, _digest(config, datasets), config, tuple(datasets))
+            raise _with_line(ConfigError(exc.message, field=key, hint=exc.hint), parsed) from exc
+    return Suite(name, _digest(config, datasets, source), config, tuple(datasets), base)
 
 
-def _digest(config: SuiteConfig, datasets: list[Dataset]) -> str:
+def _digest(config: SuiteConfig, datasets: list[Dataset], source: str | None) -> str:
     asked = config.model_dump(mode="json", exclude=_NOT_ASKED)
     asked["bytes"] = [dataset.digest for dataset in datasets]
+    asked["source"] = source
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
 
 
-def _with_line(error: ConfigError, text: str) -> ConfigError:
-    number = line_of(text, (error.field or "").split("."))
+def _with_line(error: ConfigError, parsed: Parsed) -> ConfigError:
+    number = parsed.line_of((error.field or "").split("."))
     where = f"line {number}: " if number else ""
     return ConfigError(where + error.message, field=error.field, hint=error.hint)
+
+
+def _as_written(field: str | None) -> str | None:
+    """A scorer is told apart by its name, which the validation puts into the key."""
+    names = "|".join(SCORER_CONFIGS)
+    return re.sub(rf"^(suites\.[^.]+\.scorer)\.({names})(?=\.|$)", r"\1", field) if field else None
