@@ -13,7 +13,7 @@ from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
-from eval_service.suites.suite import load_suites
+from eval_service.suites.suite import check_served, load_suites
 from router.limits import Limits
 from router.proxy import ProxySettings
 
@@ -86,8 +86,8 @@ def check(settings: Settings) -> None:
     Raises:
         ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
     """
-    load_suites(settings.suites)
     service = settings.fleet.service
+    check_served(load_suites(settings.suites), has_proxy=service.proxy_port is not None)
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)

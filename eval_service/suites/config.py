@@ -99,7 +99,7 @@ class SuiteConfig(Section):
         if isinstance(table, dict):
             name = table.get("name")
             if name is None:
-                raise ValueError("name: it has no name, such as { name = \"exact\" }")
+                raise ValueError('name: it has no name, such as { name = "exact" }')
             if name not in SCORER_CONFIGS:
                 raise ValueError(f"there is no scorer {name!r}; there are {', '.join(sorted(SCORER_CONFIGS))}")
         return table

@@ -114,9 +114,7 @@ class _Reader:
 # --- few-shot
 
 
-def _examples(
-    config: FewshotConfig, reader: _Reader, base: Path, questions: list[Prompt]
-) -> tuple[list[Prompt], str]:
+def _examples(config: FewshotConfig, reader: _Reader, base: Path, questions: list[Prompt]) -> tuple[list[Prompt], str]:
     """What examples are drawn from, and the digest of its bytes, if they are others than the dataset's.
 
     Raises:

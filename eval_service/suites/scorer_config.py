@@ -218,18 +218,7 @@ class Function(ScorerBase):
 
 
 ScorerConfig = Annotated[
-    Exact
-    | Contains
-    | Regex
-    | Numeric
-    | Math
-    | JsonSchema
-    | Rouge
-    | Chrf
-    | MultipleChoice
-    | Code
-    | Judge
-    | Function,
+    Exact | Contains | Regex | Numeric | Math | JsonSchema | Rouge | Chrf | MultipleChoice | Code | Judge | Function,
     Field(discriminator="name"),
 ]
 SCORER_CONFIGS: dict[str, type[ScorerBase]] = {

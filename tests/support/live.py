@@ -22,6 +22,7 @@ from eval_service.contract.wire import EngineState, EngineView, PointView, Sampl
 from eval_service.demo import tasks, tiny
 from eval_service.demo.processes import Child, Family
 from eval_service.demo.service import free_port, wait_ready
+from tests.support import lm_tasks
 
 SUITE = "letters"
 ENGINES = 2
@@ -86,7 +87,8 @@ class Live:
         )
         fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=str(self._by_work).lower())
         (self.base / "fleet.toml").write_text(fleet + self.more)
-        (self.base / "suites.toml").write_text(_SUITES)
+        (self.base / "suites.toml").write_text(_SUITES + lm_tasks.SUITE)
+        lm_tasks.write(self.base / "lm_tasks")
 
     def start(self) -> None:
         """Start `evalfleet serve`, and wait until its engines are ready."""
