@@ -25,13 +25,17 @@ class ScorerBase(Section):
 
     metric_name: ClassVar[str]
     more_metrics: ClassVar[tuple[str, ...]] = ()
-    needs_answer: ClassVar[bool] = True
     timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False, description="of one sample")
 
     @property
     def metric(self) -> str:
         """The name of the metric that the mean of its scores is."""
         return self.metric_name
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether each row must have one."""
+        return True
 
     @property
     def called(self) -> str:
@@ -96,6 +100,11 @@ class JsonSchema(ScorerBase):
     metric_name = "valid"
     name: Literal["json_schema"]
     json_schema: dict[str, Any] | None = Field(default=None, description="None: the row's answer holds one")
+
+    @property
+    def needs_answer(self) -> bool:
+        """It holds the schema, if none is given here."""
+        return self.json_schema is None
 
     @field_validator("json_schema")
     @classmethod
@@ -163,7 +172,6 @@ class Judge(ScorerBase):
     """A model of a frozen group says how good the output is."""
 
     metric_name = "judged"
-    needs_answer = False
     name: Literal["judge"]
     group: str = Field(min_length=1, description="a frozen group of fleet.toml")
     template: str = Field(description="the judge's prompt; {prompt}, {output} and {answer} stand for the sample's")
@@ -172,6 +180,11 @@ class Judge(ScorerBase):
     scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     max_new_tokens: int = Field(default=256, ge=1)
     timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False, description="of one verdict, its wait included")
+
+    @property
+    def needs_answer(self) -> bool:
+        """The template may do without."""
+        return "{answer}" in self.template
 
     @field_validator("verdict")
     @classmethod
@@ -200,11 +213,15 @@ class Function(ScorerBase):
     """A function of the user's, `module:function`, sync or async, of (output, answer, **options)."""
 
     metric_name = "score"
-    needs_answer = False
     name: Literal["function"]
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="`module:function`")
     metric_key: str = Field(default="score", pattern=r"^[A-Za-z][\w@^.-]*$", description="its metric's name")
     arguments: dict[str, Any] = Field(default_factory=dict, description="passed by name")
+
+    @property
+    def needs_answer(self) -> bool:
+        """The function may do without."""
+        return False
 
     @property
     def metric(self) -> str:
