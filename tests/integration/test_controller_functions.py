@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,9 +13,14 @@ import pytest
 from eval_service.contract.errors import ConfigError, InvalidRequest
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import RunSpec
+from eval_service.engine.pin import SystemClock
+from eval_service.engine.server import BootOptions
+from eval_service.fleet_config import GroupConfig
 from eval_service.ledger.orders import Orders
 from eval_service.suites.suite import check_served, load_suites
-from tests.support.controller_stand import Stand
+from tests.support.controller_stand import Stand, said
+from tests.support.engine_model import make_model
+from tests.support.inner_engine import boot_inner
 
 pytestmark = pytest.mark.anyio
 
@@ -87,6 +93,36 @@ async def test_kill_9_of_a_functions_process_in_mid_point_is_that_points_crash_a
         [after] = await stand.until_ended(stand.dispatch("r", 10))
         assert after.state is PointState.DONE
         os.kill(noted(tmp_path, "child")[0], signal.SIGKILL)  # it had left its parent's group, which was gone
+
+
+async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_canary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    questions, key, admin = tmp_path / "questions.jsonl", tmp_path / "key", tmp_path / "admin"
+    questions.write_text(json.dumps({"prompt": "p", "answer": "x"}))
+    make_model(tmp_path / "theirs", seed=0)
+    group = GroupConfig.model_validate({"model": tmp_path / "theirs", "grade": "fake"})
+    engine = await boot_inner(group, BootOptions(log=tmp_path / "none"), SystemClock())
+    try:
+        key.write_text(engine.keys.api)
+        admin.write_text(engine.keys.admin)
+        options = f'{{ url = "{engine.url}", questions = "{questions}", key_file = "{key}", admin_key_file = "{admin}" }}'
+        table = f'[suites.mine]\nkind = "function"\nfunction = "attached_function:Attached"\nmetric = "accuracy"\n'
+        stand = Stand(tmp_path, more_suites=f"{table}options = {options}\n")
+        stand.put_run("r", suites=("mine",))
+        async with stand.running(engines=0):
+            export = stand.export("r", 1)
+            wrong = stand.export("r", 2, canary=stand.export("q", 3).manifest.canary)
+            good, bad = await stand.until_ended(stand.dispatch("r", 1, export), stand.dispatch("r", 2, wrong))
+            assert (good.state, good.pin_proof) == (PointState.DONE, PinProof.CANARY), good.detail
+            [sample] = stand.samples(good.id)
+            assert sample.output == said(export.manifest.tensor_digest, "p")
+            assert (bad.state, bad.reason) == (PointState.FAILED, Reason.CRASHED)
+            assert "it holds other weights" in (bad.detail or "")
+    finally:
+        await engine.process.stop()
+        await engine.api.close()
 
 
 async def test_a_cancelled_point_ends_its_functions_process(tmp_path: Path) -> None:
