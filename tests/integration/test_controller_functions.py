@@ -113,7 +113,7 @@ async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_c
         stand.put_run("r", suites=("mine",))
         async with stand.running(engines=0):
             export = stand.export("r", 1)
-            wrong = stand.export("r", 2, canary=stand.export("q", 3).manifest.canary)
+            wrong = stand.export("r", 2, canary=stand.export("q", 33).manifest.canary)
             good, bad = await stand.until_ended(stand.dispatch("r", 1, export), stand.dispatch("r", 2, wrong))
             assert (good.state, good.pin_proof) == (PointState.DONE, PinProof.CANARY), good.detail
             [sample] = stand.samples(good.id)
