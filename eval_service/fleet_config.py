@@ -50,6 +50,7 @@ class ServiceConfig(Section):
         default=10.0, ge=0, description="what a leaving engine has not done by then runs elsewhere"
     )
     scorer_processes: int = Field(default=1, ge=1)
+    allow_code: bool = Field(default=False, description="let suites run what a model wrote; see docs/suites.md")
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
 
 
@@ -201,7 +202,7 @@ def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Confi
         if fault["type"] == "extra_forbidden":
             hint = "remove it, or see docs/configuration.md for the keys"
             raise ConfigError(f"{path.name}: unknown key", field=key or None, hint=hint) from exc
-        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.]+): ", message)):
+        if fault["type"] == "value_error" and (own := re.match(r"([a-z_.0-9]+): ", message)):
             key, message = ".".join(filter(None, (key, own[1]))), message[own.end() :]
         message, _, fix = message.partition("; ")
         raise ConfigError(

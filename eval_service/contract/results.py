@@ -82,6 +82,8 @@ class SampleView(Wire):
     weight_version: str
     latency_s: float
     logprob: float | None = Field(default=None, description="sum over the output's tokens, where it was asked for")
+    more: dict[str, float] = Field(default_factory=dict, description="scores beside the one that counts, by name")
+    note: str | None = Field(default=None, description="what a score rests on: a judge's text, the choices' log-probs")
 
 
 class SamplePage(Wire):

@@ -8,14 +8,27 @@ their point may take. A sample that is stuck on every engine it is given to is i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from eval_service.suites.generation import Generated, SampleFault, UnusableAnswer, parse_answer, request_for
+from eval_service.suites.choosing import likeliest
+from eval_service.suites.datasets import Prompt
+from eval_service.suites.generation import (
+    Generated,
+    Likelihood,
+    SampleFault,
+    UnusableAnswer,
+    likelihood_request,
+    parse_answer,
+    parse_likelihood,
+    request_for,
+    split_choice,
+)
 from eval_service.suites.suite import Ask, Suite
 from router.errors import NoTarget, RouterError, UpstreamFailed
 from router.faults import FaultKind
-from router.router import Router
+from router.router import Answer, Router
 
 WORKERS = 1024  # requests that wait at the router at once; the rest are not made yet
 RERUNS = 5  # of one sample, after answers that are no use
@@ -87,6 +100,10 @@ class Generation:
         gate = self._router.stats().targets.get(self._target)
         return len(self._asks) - self._made + (gate.waiting if gate else 0)
 
+    def rendered(self, prompts: Sequence[Prompt]) -> None:
+        """Ask these in the place of the suite's own, whose chat messages they have as text; before `run`."""
+        self._asks = tuple(replace(ask, prompt=prompts[ask.prompt.index]) for ask in self._asks)
+
     async def run(self) -> list[Answered]:
         """Generate them all, in the order of their indices.
 
@@ -108,9 +125,50 @@ class Generation:
 
     async def _sample(self, ask: Ask) -> Answered:
         try:
+            if ask.prompt.choices:
+                return await self._choose(ask)
             request = request_for(ask.prompt, self._suite.sampling, seed=ask.seed, vocab_size=self._vocab_size)
+            answer, generated = await self._asked(request)
         except SampleFault as exc:
             return Answered(ask, None, str(exc), "", 0.0)
+        except _Refused as exc:
+            return Answered(ask, None, str(exc), exc.engine, exc.latency_s)
+        return Answered(ask, generated, None, answer.upstream, answer.latency_s)
+
+    async def _choose(self, ask: Ask) -> Answered:
+        """The context first, whose length in tokens says where a choice begins; it is cached for the choices, too."""
+        prompt = ask.prompt
+        context, _ = split_choice(prompt.text, "")
+        first, of_context = await self._asked(likelihood_request(context, None))
+        length = of_context.prompt_tokens
+        found = [await self._likelihood(split_choice(prompt.text, choice)[1], length) for choice in prompt.choices]
+        logprobs = tuple(logprob for logprob, _ in found)
+        chosen = Generated(
+            output=likeliest(prompt.choices, logprobs),
+            finish_reason="stop",
+            prompt_tokens=length,
+            output_tokens=0,
+            weight_version=self._weight_version,
+            likelihoods=logprobs,
+        )
+        return Answered(ask, chosen, None, first.upstream, first.latency_s + sum(spent for _, spent in found))
+
+    async def _likelihood(self, text: str, length: int) -> tuple[float, float]:
+        """A choice's log-likelihood, and its seconds on an engine."""
+        request = likelihood_request(text, length)
+        answer, generated = await self._asked(request, lambda body, made: parse_likelihood(body, made, length))
+        assert generated.logprob is not None
+        return generated.logprob, answer.latency_s
+
+    async def _asked(
+        self, request: dict[str, Any], also: Callable[[bytes, Generated], Likelihood] | None = None
+    ) -> tuple[Answer, Generated]:
+        """An answer of the pinned weights, from whichever engine.
+
+        Raises:
+            _Refused: the sample's own error.
+            Spoiled: it can't be had.
+        """
         why = ""
         for _ in range(RERUNS):
             try:
@@ -120,19 +178,30 @@ class Generation:
             except UpstreamFailed as exc:
                 if not exc.faults or any(fault.kind is not FaultKind.TIMEOUT for fault in exc.faults):
                     raise Spoiled(str(exc)) from exc
-                return Answered(ask, None, str(exc), exc.faults[-1].upstream, 0.0)
+                raise _Refused(str(exc), exc.faults[-1].upstream, 0.0) from exc
             except RouterError as exc:
                 raise Spoiled(str(exc)) from exc
             try:
                 generated = parse_answer(answer.status, answer.body)
+                if also is not None:
+                    generated = replace(generated, logprob=also(answer.body, generated).logprob)
             except SampleFault as exc:
-                return Answered(ask, None, str(exc), answer.upstream, answer.latency_s)
+                raise _Refused(str(exc), answer.upstream, answer.latency_s) from exc
             except UnusableAnswer as exc:
                 why = str(exc)
             else:
                 if generated.weight_version == self._weight_version:
-                    return Answered(ask, generated, None, answer.upstream, answer.latency_s)
+                    return answer, generated
                 why = f"it reports weight_version {generated.weight_version!r}"
             self._useless(answer.upstream, why)
             why = f"{answer.upstream}: {why}"
         raise Spoiled(f"no answer in {RERUNS} runs: {why}")
+
+
+class _Refused(Exception):
+    """A sample's own error, as an engine told it."""
+
+    def __init__(self, why: str, engine: str, latency_s: float) -> None:
+        super().__init__(why)
+        self.engine = engine
+        self.latency_s = latency_s

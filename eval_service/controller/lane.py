@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from eval_service.contract.states import PointState, Reason
@@ -20,12 +21,15 @@ from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.generating import Answered, Generation, Spoiled
+from eval_service.controller.judging import Judges
 from eval_service.controller.outcomes import LaneEnd, LaneFault, Overtaken
 from eval_service.controller.pinning import Outcome, Pinner, Verdict
 from eval_service.controller.recording import Recorder, Weights
 from eval_service.controller.scheduler import Claim
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Runnable
+from eval_service.suites.chat import NoTemplate
+from eval_service.suites.rendering import rendered_prompts
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import AnySuite, Suite
 from router.router import Router
@@ -377,17 +381,26 @@ class Lane:
 
     async def _attempt(self) -> None:
         began = self.parts.clock()
+        if self._prompts.config.prompt_format == "chat":
+            await self._render()  # while the first engine loads
         await self._first.wait()
         self._timings["pin_s"] = self.parts.clock() - began
         await self._advance(PointState.RUNNING)
         answers = await self._answers()
         self._close()
         await self._advance(PointState.SCORING)
-        recorder = Recorder(
-            self.point, self.number, self._prompts, self.parts.moves, self.parts.ledger, self.parts.scorers
-        )
+        parts = self.parts
+        judges = Judges(parts.fleet, parts.router, self.point.id)
+        recorder = Recorder(self.point, self.number, self._prompts, parts.moves, parts.ledger, parts.scorers, judges)
         weights = Weights(self.pinner.order.weight_version, self.pinner.proof())
         await recorder.record(answers, weights, self._timings)
+
+    async def _render(self) -> None:
+        try:
+            prompts = await rendered_prompts(self._prompts, Path(self.point.snapshot), self.parts.scorers)
+        except NoTemplate as exc:
+            raise LaneEnd(PointState.SKIPPED, Reason.SNAPSHOT_INVALID, str(exc)) from exc
+        self._generation.rendered(prompts)
 
     async def _answers(self) -> list[Answered]:
         began = self.parts.clock()

@@ -17,11 +17,16 @@ from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import SampleView
 from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.controller.generating import Answered
+from eval_service.controller.judging import Judges
 from eval_service.controller.outcomes import LaneEnd
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Result, Runnable
 from eval_service.suites.alarms import alarms_of
+from eval_service.suites.choosing import choice_note, choice_score
+from eval_service.suites.datasets import Prompt
+from eval_service.suites.generation import Generated
 from eval_service.suites.samples import write_samples
+from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.scoring import Score, ScorerPool
 from eval_service.suites.statistics import Aggregated, aggregate
 from eval_service.suites.suite import Suite
@@ -36,6 +41,14 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """A score, and what it rests on."""
+
+    score: Score
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Recorder:
     """Records one attempt at a point."""
 
@@ -45,6 +58,7 @@ class Recorder:
     moves: Moves
     ledger: LedgerThread
     scorers: ScorerPool
+    judges: Judges
     threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("samples"))
 
     async def record(self, answers: Sequence[Answered], weights: Weights, timings: Mapping[str, float]) -> None:
@@ -76,14 +90,32 @@ class Recorder:
             await self.threads.run(lambda: path.unlink(missing_ok=True))
 
     async def _scored(self, answers: Sequence[Answered], version: str) -> list[SampleView]:
-        given = [(answer, answer.generated) for answer in answers if answer.generated is not None]
-        scores = await self.scorers.score(
-            self.suite.scorer,
-            [generated.output for _, generated in given],
-            [answer.ask.prompt.answer for answer, _ in given],
-        )
-        by_index = {answer.ask.index: score for (answer, _), score in zip(given, scores, strict=True)}
-        return [_sample_view(answer, by_index.get(answer.ask.index), version) for answer in answers]
+        given = [(answer.ask.prompt, answer.generated) for answer in answers if answer.generated is not None]
+        found = iter(await self._found(given))
+        return [_sample_view(answer, next(found) if answer.generated else None, version) for answer in answers]
+
+    async def _found(self, given: Sequence[tuple[Prompt, Generated]]) -> list[_Found]:
+        """A score for each answer, in their order."""
+        config = self.suite.config.scorer
+        outputs, answers = [made.output for _, made in given], [prompt.answer for prompt, _ in given]
+        if self.suite.config.chooses:
+            told = [(prompt, made.likelihoods) for prompt, made in given]
+            return [_Found(choice_score(*choices), choice_note(*choices)) for choices in told]
+        if isinstance(config, Judge):
+            return await self._judged(config, given)
+        if isinstance(config, Code) and config.prepend_prompt:
+            outputs = [prompt.text + made.output for prompt, made in given]
+        return [_Found(score) for score in await self.scorers.score(self.suite.call, outputs, answers)]
+
+    async def _judged(self, config: Judge, given: Sequence[tuple[Prompt, Generated]]) -> list[_Found]:
+        asked = [config.asked(prompt=p.text, output=made.output, answer=p.answer) for p, made in given]
+        verdicts = await self.judges.verdicts(config, asked)
+        said = [verdict.text for verdict in verdicts]
+        scores = await self.scorers.score(self.suite.call, said, [prompt.answer for prompt, _ in given])
+        return [
+            _Found(score if verdict.error is None else Score(None, verdict.error), verdict.text or None)
+            for verdict, score in zip(verdicts, scores, strict=True)
+        ]
 
     def _made_of(self, samples: Sequence[SampleView]) -> tuple[Aggregated, tuple[Alarm, ...]]:
         """The slow half of a result, for a thread."""
@@ -114,8 +146,9 @@ class Recorder:
         )
 
 
-def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> SampleView:
+def _sample_view(answer: Answered, found: _Found | None, weight_version: str) -> SampleView:
     generated, prompt = answer.generated, answer.ask.prompt
+    score = found.score if found else None
     return SampleView(
         index=answer.ask.index,
         prompt_index=prompt.index,
@@ -135,4 +168,6 @@ def _sample_view(answer: Answered, score: Score | None, weight_version: str) -> 
         weight_version=generated.weight_version if generated else weight_version,
         latency_s=answer.latency_s,
         logprob=generated.logprob if generated else None,
+        more=dict(score.more) if score else {},
+        note=found.note if found else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
-from eval_service.suites.suite import check_served, load_suites
+from eval_service.suites.scorer_config import Code, Judge
+from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
 from router.limits import Limits
 from router.proxy import ProxySettings
 
@@ -87,13 +89,39 @@ def check(settings: Settings) -> None:
         ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
     """
     service = settings.fleet.service
-    check_served(load_suites(settings.suites), has_proxy=service.proxy_port is not None)
+    suites = load_suites(settings.suites)
+    check_suites(suites, settings.fleet)
+    check_served(suites, has_proxy=service.proxy_port is not None)
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)
     _ = settings.proxy
     lock_of(settings.ledger)
     Database(settings.ledger).close()
+
+
+def check_suites(suites: Mapping[str, AnySuite], fleet: FleetConfig) -> None:
+    """See that the fleet has, and the service allows, what suites need.
+
+    Raises:
+        ConfigError: a judge without a frozen group; code that is not allowed.
+    """
+    for name, suite in suites.items():
+        if not isinstance(suite, Suite):
+            continue
+        scorer, key = suite.config.scorer, f"suites.{name}.scorer"
+        if isinstance(scorer, Code) and not fleet.service.allow_code:
+            raise ConfigError(
+                "it runs what a model wrote, on this host and as this user",
+                field=key,
+                hint="docs/suites.md says what that risks; allow it with service.allow_code = true in fleet.toml",
+            )
+        if isinstance(scorer, Judge):
+            group = fleet.groups.get(scorer.group)
+            if group is None or group.kind != "frozen":
+                frozen = sorted(name for name, group in fleet.groups.items() if group.kind == "frozen")
+                told = f"there are {', '.join(frozen)}" if frozen else 'fleet.toml has none: add one of kind = "frozen"'
+                raise ConfigError(f"there is no frozen group {scorer.group!r}", field=f"{key}.group", hint=told)
 
 
 def check_places(fleet: FleetConfig) -> None:

@@ -20,7 +20,7 @@ REACHED_ITS_END = 77  # and not 0, which is what a program says that leaves befo
 
 
 def main(memory_mb: int, timeout_s: float) -> int:
-    """77 if it ran to its last line; whatever it leaves running ends with it, where the kernel has namespaces of processes."""
+    """77 if it ran to its last line. What it leaves running ends with it, where the kernel has process namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     alone = libc.unshare(_NEW_USER | _NEW_NET | _NEW_IPC | _NEW_PID) == 0

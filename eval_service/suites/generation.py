@@ -46,6 +46,7 @@ class Generated:
     output_tokens: int
     weight_version: str
     logprob: float | None = None  # sum over the output's tokens, where it was asked for; NaN if one is no number
+    likelihoods: tuple[float, ...] = ()  # of the choices, where they are what was asked
 
 
 def request_for(
@@ -72,6 +73,8 @@ def request_for(
     request: dict[str, Any] = {"sampling_params": asked}
     if sampling.logprob:
         request["return_logprob"] = True  # of the output alone: the prompt's would be computed anew
+    if prompt.error is not None:
+        raise SampleFault(prompt.error)
     if prompt.ids is None:
         return {"text": prompt.text, **request}
     check_ids(prompt.ids, vocab_size)
@@ -127,6 +130,47 @@ def parse_answer(status: int, body: bytes) -> Generated:
     )
 
 
+# --- log-likelihoods
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """Of one choice after a prompt: the sum of its tokens' log-probs."""
+
+    logprob: float
+    tokens: int
+
+
+def split_choice(text: str, choice: str) -> tuple[str, str]:
+    """The context, and all of it with the choice. White space before it is the choice's, as tokens have it."""
+    return text.rstrip() or text, text + choice
+
+
+def likelihood_request(text: str, context_tokens: int | None) -> dict[str, Any]:
+    """The JSON body that asks for the log-probs of what follows the context; None: for the context's length alone."""
+    request: dict[str, Any] = {"text": text, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}}
+    if context_tokens is not None:
+        request |= {"return_logprob": True, "logprob_start_len": max(0, context_tokens - 1)}
+    return request
+
+
+def parse_likelihood(body: bytes, answer: Generated, context_tokens: int) -> Likelihood:
+    """What an answer, which `parse_answer` took, says of the tokens behind the context.
+
+    Raises:
+        SampleFault: the choice adds no token.
+        UnusableAnswer: the log-probs are not all there.
+    """
+    count = answer.prompt_tokens - context_tokens
+    if count < 1:
+        raise SampleFault("a choice adds no token to its prompt", field="choices")
+    told = _Answer.model_validate_json(body).meta_info.input_token_logprobs or ()
+    values = [row[0] if row else None for row in told[-count:]]
+    if len(values) < count or not all(isinstance(value, int | float) for value in values):
+        raise UnusableAnswer(f"{len(told)} log-probs of the prompt came, and {count} were asked for")
+    return Likelihood(math.fsum(float(value) for value in values if value is not None), count)
+
+
 class _Foreign(BaseModel):
     """The parts of SGLang's answer that are read; the rest is its own affair."""
 
@@ -148,6 +192,7 @@ class _Meta(_Foreign):
     completion_tokens: int = Field(ge=0)
     weight_version: str
     weight_versions: tuple[_Span, ...] | None = None
+    input_token_logprobs: tuple[tuple[Any, ...], ...] | None = None
     output_token_logprobs: tuple[tuple[Any, ...], ...] | None = None  # log-prob, token id, text
 
 

@@ -95,8 +95,8 @@ def _saved(path: Path, split: str | None, columns: frozenset[str]) -> Rows:
 
     directory = _split_of(path, split)
     state = _json(directory / "state.json")
-    names = [entry.get("filename") for entry in state.get("_data_files", ()) if isinstance(entry, dict)]
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    names = [str(entry.get("filename")) for entry in state.get("_data_files", ()) if isinstance(entry, dict)]
+    if not names or any(Path(name).name != name for name in names):
         raise ConfigError(f"{directory / 'state.json'} names no data files", field="path")
     if state.get("_indices_data_files"):
         raise ConfigError(f"{directory} holds indices into its rows", field="path", hint="flatten_indices() first")

@@ -48,6 +48,8 @@ SCHEMA = pa.schema(
         pa.field("weight_version", pa.string(), nullable=False),
         pa.field("latency_s", pa.float64(), nullable=False),
         pa.field("logprob", pa.float64()),
+        pa.field("more", pa.map_(pa.string(), pa.float64())),
+        pa.field("note", pa.large_string()),
     ]
 )
 
@@ -166,13 +168,20 @@ def rows_at(file: Any, rows: Sequence[int]) -> Iterator[SampleView]:
 def _view(row: dict[str, Any]) -> SampleView:
     """A row as written now, or by a version that knew only one sample a prompt."""
     row.setdefault("prompt_index", row["index"])
+    row["more"] = dict(row.get("more") or ())
     return SampleView.model_validate(row)
+
+
+def _row(sample: SampleView) -> dict[str, Any]:
+    row = sample.model_dump()
+    row["more"] = list(sample.more.items())
+    return row
 
 
 def _write_batches(file: Any, samples: Iterator[SampleView]) -> int:
     count = 0
     with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-        while batch := [sample.model_dump() for sample in islice(samples, _ROW_GROUP)]:
+        while batch := [_row(sample) for sample in islice(samples, _ROW_GROUP)]:
             writer.write_table(pa.Table.from_pylist(batch, schema=SCHEMA))
             count += len(batch)
     return count

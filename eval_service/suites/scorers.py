@@ -148,7 +148,9 @@ def extract(output: str, pattern: str, *, take: str = "last", ignore_case: bool 
 
 
 # Digits that stand alone: `1,234.5`, `.5`, `-3`, `2e3`; a minus behind a digit or letter is no sign.
-_NUMBER = re.compile(r"(?<![\w.])(?:(?<![\w)])[-+−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![\w)])[-+−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?"
+)
 _MARK = "####"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eval_service.contract.metric_keys import EMPTY, ERROR_RATE, TRUNCATED, UNPARSED, avg_at, pass_all, pass_at
@@ -20,6 +20,7 @@ from eval_service.suites.config import attempts_told
 from eval_service.suites.distributions import t_quantile, wilson
 from eval_service.suites.suite import Suite
 
+_NORMAL = 1.959963984540054  # of 95%
 RIGHT = 1.0  # a score from here on is a success
 
 
@@ -56,6 +57,27 @@ def mean_of(values: Sequence[float], prompts: Sequence[int] | None = None) -> Me
     return Metric(value=mean, stderr=stderr, n=len(values), low=low, high=high, prompts=clusters)
 
 
+def weighted_mean(metrics: Mapping[str, Metric | None], weights: Mapping[str, float]) -> Metric | None:
+    """Of datasets' own metrics, which are independent of each other; None where one of them is not known.
+
+    The interval is normal, cut to [0, 1] where all values lie there: its parts have degrees of freedom of their own.
+    """
+    told = {name: metric for name, metric in metrics.items() if metric is not None}
+    if len(told) < len(metrics) or not told:
+        return None
+    total = math.fsum(weights[name] for name in told)
+    value = math.fsum(weights[name] * metric.value for name, metric in told.items()) / total
+    n = sum(metric.n for metric in told.values())
+    parts = [(weights[name], metric.stderr) for name, metric in told.items() if metric.stderr is not None]
+    if len(parts) < len(told):
+        return Metric(value=value, stderr=None, n=n)
+    stderr = math.sqrt(math.fsum((weight * error) ** 2 for weight, error in parts)) / total
+    low, high = value - _NORMAL * stderr, value + _NORMAL * stderr
+    if all(0.0 <= metric.value <= 1.0 for metric in told.values()):
+        low, high = max(0.0, low), min(1.0, high)
+    return Metric(value=value, stderr=stderr, n=n, low=low, high=high)
+
+
 def chance_of_any(n: int, right: int, k: int) -> float:
     """pass@k of one prompt without bias: the chance that k of its n samples, drawn at random, have a right one."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
@@ -69,9 +91,15 @@ def chance_of_all(n: int, right: int, k: int) -> float:
 def aggregate(suite: Suite, samples: Sequence[SampleView]) -> Aggregated:
     """All metrics of a suite: the scorer's mean, pass@k, ..., over all and by dataset; the ratios over all."""
     answered = [sample for sample in samples if sample.finish_reason is not None]
-    found = _scored(suite, "", samples)
+    found = _scored(suite, samples)
+    own: dict[str, dict[str, Metric | None]] = {}
     for dataset in suite.config.datasets:
-        found |= _scored(suite, f"{dataset.name}/", [s for s in samples if s.dataset == dataset.name])
+        own[dataset.name] = _scored(suite, [s for s in samples if s.dataset == dataset.name])
+        found |= {f"{dataset.name}/{name}": metric for name, metric in own[dataset.name].items()}
+    if suite.config.weighted:
+        weights = {dataset.name: dataset.weight for dataset in suite.config.datasets}
+        names = list(next(iter(own.values())))
+        found |= {name: weighted_mean({key: told[name] for key, told in own.items()}, weights) for name in names}
     found |= {
         ERROR_RATE: _share(samples, lambda sample: sample.error is not None),
         TRUNCATED: _share(answered, lambda sample: sample.finish_reason == "length"),
@@ -89,7 +117,7 @@ def aggregate(suite: Suite, samples: Sequence[SampleView]) -> Aggregated:
     )
 
 
-def _scored(suite: Suite, prefix: str, samples: Sequence[SampleView]) -> dict[str, Metric | None]:
+def _scored(suite: Suite, samples: Sequence[SampleView]) -> dict[str, Metric | None]:
     """The metrics that are made of scores; `n` samples a prompt have some more."""
     by_prompt: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
@@ -98,16 +126,19 @@ def _scored(suite: Suite, prefix: str, samples: Sequence[SampleView]) -> dict[st
     scores = [score for own in by_prompt.values() for score in own]
     prompts = [prompt for prompt, own in by_prompt.items() for _ in own]
     n = suite.sampling.n
-    found = {prefix + suite.metric: mean_of(scores, prompts)}
+    found = {suite.metric: mean_of(scores, prompts)}
+    for name in suite.config.scorer.more_metrics:
+        beside = [(s.more[name], s.prompt_index) for s in samples if s.error is None and name in s.more]
+        found[name] = mean_of([value for value, _ in beside], [prompt for _, prompt in beside])
     if n == 1:
         return found
     passed = [(len(own), sum(score >= RIGHT for score in own)) for own in by_prompt.values()]
     for k in attempts_told(n):
         counted = [own for own in passed if own[0] >= k]
-        found[prefix + pass_at(k)] = mean_of([chance_of_any(*own, k) for own in counted])
+        found[pass_at(k)] = mean_of([chance_of_any(*own, k) for own in counted])
         if k > 1:
-            found[prefix + pass_all(k)] = mean_of([chance_of_all(*own, k) for own in counted])
-    found[prefix + avg_at(n)] = mean_of([_mean(own) for own in by_prompt.values()])
+            found[pass_all(k)] = mean_of([chance_of_all(*own, k) for own in counted])
+    found[avg_at(n)] = mean_of([_mean(own) for own in by_prompt.values()])
     return found
 
 

@@ -29,7 +29,7 @@ from eval_service.suites.kinds import (
     load_function,
     load_lm_eval,
 )
-from eval_service.suites.scorer_config import Function
+from eval_service.suites.scorer_config import SCORER_CONFIGS, Function
 from eval_service.suites.scoring import ScorerCall
 from eval_service.suites.texts import Parsed, parse
 
@@ -157,7 +157,7 @@ def load_suites(path: Path) -> dict[str, AnySuite]:
             return foreign
         config = validated(SuitesConfig, table, path)
     except ConfigError as exc:
-        raise _with_line(exc, parsed) from exc
+        raise _with_line(ConfigError(exc.message, field=_as_written(exc.field), hint=exc.hint), parsed) from exc
     return {**_load_prompts(config, path, parsed), **foreign}
 
 
@@ -219,8 +219,12 @@ def _digest(config: SuiteConfig, datasets: list[Dataset], source: str | None) ->
 
 
 def _with_line(error: ConfigError, parsed: Parsed) -> ConfigError:
-    # A scorer is told apart by its name, which the validation puts into the key.
-    field = re.sub(r"^(suites\.[^.]+\.scorer)\.[a-z_]+(?=\.|$)", r"\1", error.field or "") or None
-    number = parsed.line_of((field or "").split("."))
+    number = parsed.line_of((error.field or "").split("."))
     where = f"line {number}: " if number else ""
-    return ConfigError(where + error.message, field=field, hint=error.hint)
+    return ConfigError(where + error.message, field=error.field, hint=error.hint)
+
+
+def _as_written(field: str | None) -> str | None:
+    """A scorer is told apart by its name, which the validation puts into the key."""
+    names = "|".join(SCORER_CONFIGS)
+    return re.sub(rf"^(suites\.[^.]+\.scorer)\.({names})(?=\.|$)", r"\1", field) if field else None

@@ -30,8 +30,8 @@ def _name(text: str, start: int, name: str, *, is_leaf: bool) -> int | None:
 
 
 def _end_of_table(text: str, start: int) -> int:
-    pattern = r"}" if text[start : start + 1] == "{" else r"\n[ \t]*\["
-    found = re.compile(pattern).search(text, start)
+    inline = re.compile(r"""[\w-]*["']?\s*=?\s*\{""").match(text, start)
+    found = re.compile(r"}" if inline else r"\n[ \t]*\[").search(text, start)
     return found.start() if found else len(text)
 
 

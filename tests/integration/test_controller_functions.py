@@ -107,8 +107,10 @@ async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_c
     try:
         key.write_text(engine.keys.api)
         admin.write_text(engine.keys.admin)
-        options = f'{{ url = "{engine.url}", questions = "{questions}", key_file = "{key}", admin_key_file = "{admin}" }}'
-        table = f'[suites.mine]\nkind = "function"\nfunction = "attached_function:Attached"\nmetric = "accuracy"\n'
+        options = (
+            f'{{ url = "{engine.url}", questions = "{questions}", key_file = "{key}", admin_key_file = "{admin}" }}'
+        )
+        table = '[suites.mine]\nkind = "function"\nfunction = "attached_function:Attached"\nmetric = "accuracy"\n'
         stand = Stand(tmp_path, more_suites=f"{table}options = {options}\n")
         stand.put_run("r", suites=("mine",))
         async with stand.running(engines=0):
@@ -155,9 +157,7 @@ def test_a_run_has_functions_or_engines_suites_and_never_both(tmp_path: Path) ->
         ("no_such_module:Thing", "No module named"),
     ],
 )
-def test_a_class_that_trains_or_cannot_be_imported_is_refused_at_load(
-    tmp_path: Path, function: str, says: str
-) -> None:
+def test_a_class_that_trains_or_cannot_be_imported_is_refused_at_load(tmp_path: Path, function: str, says: str) -> None:
     file = tmp_path / "suites.toml"
     file.write_text(f'[suites.mine]\nkind = "function"\nfunction = "{function}"\nmetric = "accuracy"\n')
     with pytest.raises(ConfigError, match=says) as refused:

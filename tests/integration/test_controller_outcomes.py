@@ -16,7 +16,7 @@ from eval_service.contract import names
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest
-from eval_service.suites.scoring import Score, ScorerPool, ScorerPoolFailed
+from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
 from tests.support.controller_stand import Stand
 
 
@@ -39,7 +39,7 @@ def scoring(stand: Stand, score: Callable[[Sequence[str]], Awaitable[list[Score]
     """Have the acting controller score so."""
     pool: ScorerPool = stand.acting._lane_parts.scorers
 
-    async def scored(scorer: str, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    async def scored(scorer: str | ScorerCall, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
         return await score(outputs)
 
     pool.score = scored  # type: ignore[method-assign]

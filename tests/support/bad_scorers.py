@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -47,3 +48,27 @@ def nan(output: str, answer: str) -> float:
 @scorer("pid", metric="m")
 def pid(output: str, answer: str) -> float:
     return float(os.getpid())
+
+
+@scorer("waits", metric="m")
+async def waits(output: str, answer: str, *, seconds: float = 1.0) -> dict[str, float]:
+    await asyncio.sleep(seconds)
+    return {"m": 1.0, "beside": 0.5}
+
+
+@scorer("async_bad", metric="m")
+async def async_bad(output: str, answer: str) -> float:
+    await asyncio.sleep(0.05)
+    if output == "raise":
+        raise ValueError("can't score this")
+    if output == "exit":
+        os._exit(7)
+    if output == "sys.exit":
+        sys.exit(3)
+    if output == "wait":
+        await asyncio.Event().wait()
+    if output == "hang":
+        threading.Event().wait()
+    if output == "unparsed":
+        raise Unparsed
+    return 1.0

@@ -50,7 +50,7 @@ from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
 from eval_service.suites.samples import read_samples
-from eval_service.suites.scoring import Score, ScorerPool
+from eval_service.suites.scoring import Score, ScorerCall, ScorerPool
 from eval_service.suites.suite import AnySuite, functions_of, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
@@ -194,7 +194,7 @@ class Stand:
         pool: ScorerPool = self.acting._lane_parts.scorers
         real = pool.score
 
-        async def score(scorer: str, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
+        async def score(scorer: str | ScorerCall, outputs: Sequence[str], answers: Sequence[str]) -> list[Score]:
             await self._scoring.wait()
             return await real(scorer, outputs, answers)
 

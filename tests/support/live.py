@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from eval_service.demo.service import free_port, wait_ready
 from tests.support import lm_tasks
 
 SUITE = "letters"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "suites"
 ENGINES = 2
 PROMPTS = 32  # of a suite, over its two tasks
 _T = TypeVar("_T")
@@ -87,8 +89,15 @@ class Live:
         )
         fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=str(self._by_work).lower())
         (self.base / "fleet.toml").write_text(fleet + self.more)
-        (self.base / "suites.toml").write_text(_SUITES + lm_tasks.SUITE)
         lm_tasks.write(self.base / "lm_tasks")
+        (self.base / "suites.toml").write_text(_SUITES + self._examples() + lm_tasks.SUITE)
+
+    def _examples(self) -> str:
+        """The suites of the examples, with their data beside them; any text at all is a verdict of the tiny judge."""
+        shutil.copytree(EXAMPLES / "data", self.base / "data", dirs_exist_ok=True)
+        shutil.copy(EXAMPLES / "own_scorers.py", self.base)
+        text = (EXAMPLES / "suites.toml").read_text()
+        return text.replace(r"'\b(yes|no)\b'", "'()'").replace("{ yes = 1.0, no = 0.0 }", '{ "" = 1.0 }')
 
     def start(self) -> None:
         """Start `evalfleet serve`, and wait until its engines are ready."""
@@ -239,6 +248,7 @@ proxy_port = 0
 scan_interval_s = 2.0
 visibility_timeout_s = 2.0
 reservation_timeout_s = 60.0
+allow_code = true
 
 [groups.eval]
 grade = "{grade}"
@@ -248,6 +258,13 @@ autoscale = {autoscale}
 idle_timeout_s = 3.0
 num_gpus_per_engine = 0
 server_concurrency = 16
+
+[groups.judge]
+kind = "frozen"
+grade = "{grade}"
+model = "model"
+num_engines = [0, 1]
+num_gpus_per_engine = 0
 """
 
 _SUITES = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
-from eval_service.suites.config import DatasetConfig, SamplingConfig, SuiteConfig
+from eval_service.suites.config import DatasetConfig, FewshotConfig, SamplingConfig, SuiteConfig
 from eval_service.suites.kinds import FunctionConfig, LmEvalConfig
+from eval_service.suites.scorer_config import SCORER_CONFIGS
 from eval_service.suites.suite import Suite, load_suites
 from trainer.config import DataSection, EvalSection, ModelSection, ParallelSection, RunSection, TrainSection, load_run
 from trainer.launch import LaunchConfig
@@ -31,6 +33,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     '`[suites.NAME]`, `kind = "lm_eval"`': LmEvalConfig,
     '`[suites.NAME]`, `kind = "function"`': FunctionConfig,
     "`datasets`": DatasetConfig,
+    "`fewshot`": FewshotConfig,
     "`sampling`": SamplingConfig,
     "`[run]`": RunSection,
     "`[model]`": ModelSection,
@@ -62,13 +65,22 @@ def default_of(field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
         return f"`{list(value)}`"
-    return f"`{value}`" if isinstance(value, int | float | dict) else f'`"{value}"`'
+    return f"`{value}`" if isinstance(value, int | float | dict) else f"`{json.dumps(value)}`"
 
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_every_key_is_documented_with_its_default_and_no_other(heading: str) -> None:
     fields = SECTIONS[heading].model_fields
     assert documented(heading) == {name: default_of(field) for name, field in fields.items()}
+
+
+@pytest.mark.parametrize("name", SCORER_CONFIGS)
+def test_every_scorer_is_documented_with_its_keys_and_metric(name: str) -> None:
+    [line] = re.findall(rf"^\| `{name}` \|.*$", (ROOT / "docs/suites.md").read_text(), re.MULTILINE)
+    config = SCORER_CONFIGS[name]
+    keys = set(config.model_fields) - {"name", "timeout_s"}
+    assert {key for key in keys if f"`{key}`" not in line} == set()
+    assert all(f"`{metric}`" in line for metric in (config.metric_name, *config.more_metrics))
 
 
 def test_every_table_of_keys_in_the_docs_is_checked_here() -> None:

@@ -45,8 +45,8 @@ def test_prompts_that_need_a_chat_template_are_refused_in_a_rendered_suite_and_t
     """The model would be asked in a form that it was never trained on, and the curve would look like a bad model."""
     file.write_text(GOOD.replace('scorer = "exact"', 'scorer = "exact"\nprompt_format = "chat"'))
     fault = _fault(file)
-    assert fault.field == "suites.letters.prompt_format"
-    assert "render the prompts" in str(fault.hint)
+    assert fault.field == "suites.letters.datasets.0"
+    assert "holds a text, and the suite asks chat messages" in fault.message
     file.write_text(GOOD)
     _jsonl(tmp_path / "reverse.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
     fault = _fault(file)
@@ -127,7 +127,13 @@ def test_a_byte_of_a_dataset_changes_the_digest(file: Path, tmp_path: Path) -> N
         ("max_error_rate", "max_errors", 3, "suites.letters.max_errors", "unknown key"),
         ("max_new_tokens = 16", "max_new_tokens = 0", 6, "suites.letters.sampling.max_new_tokens", "greater than"),
         ("limit = 3", "limit = 0", 17, "suites.letters.datasets.1.limit", "greater than"),
-        ('scorer = "exact"', 'scorer = "exakt"', 2, "suites.letters.scorer", "there are contains, exact"),
+        (
+            'scorer = "exact"',
+            'scorer = "exakt"',
+            2,
+            "suites.letters.scorer",
+            "there are chrf, code, contains, exact, function,",
+        ),
         ('name = "sort"', 'name = "reverse"', 1, "suites.letters.datasets", "'reverse' is used twice"),
         ('scorer = "exact"', 'metric = "f1"', 2, "suites.letters.metric", "there are exact_match, reverse/exact_match"),
         ('path = "data/sort.jsonl"', 'path = "gone.jsonl"', 15, "suites.letters.datasets.1.path", "gone.jsonl"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from eval_service.demo import tiny
+from eval_service.suites.chat import NoTemplate, chat_options
 from eval_service.suites.scorers import SCORERS, scorer
-from eval_service.suites.scoring import Score, ScorerPool, ScorerPoolFailed
+from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
 
 pytestmark = pytest.mark.anyio
 _BAD = "tests.support.bad_scorers"
@@ -127,3 +132,92 @@ async def test_a_module_that_can_not_be_imported_is_no_samples_error() -> None:
 def test_a_pool_that_could_do_nothing_is_refused_by_name(processes: int, timeout_s: float, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         ScorerPool(processes, timeout_s)
+
+
+async def test_64_samples_of_an_async_scorer_that_waits_are_scored_together(pool: ScorerPool) -> None:
+    """Each takes 1 s; one after another they would take more than a minute."""
+    call = ScorerCall("waits", {"seconds": 1.0})
+    await pool.score(ScorerCall("waits", {"seconds": 0.0}), [""], [""])
+    began = time.monotonic()
+    scores = await pool.score(call, [str(i) for i in range(64)], [""] * 64)
+    took_s = time.monotonic() - began
+    assert scores == [Score(1.0, more={"beside": 0.5})] * 64
+    assert took_s < 30, "they did not run together"
+
+
+async def test_an_async_scorer_that_raises_waits_or_exits_is_that_samples_error_and_no_other_ones() -> None:
+    pool = ScorerPool(2, 1.5, [_BAD])
+    try:
+        outputs = ["a", "raise", "b", "wait", "unparsed", "sys.exit", "c"]
+        scores = await pool.score("async_bad", outputs, [""] * 7)
+        assert [score.error for score in scores] == [
+            *(None, "ValueError: can't score this", None, "no score within 1.5 s", None, "SystemExit: 3", None)
+        ]
+        assert [score.unparsed for score in scores] == [False] * 4 + [True] + [False] * 2
+        scores = await pool.score("async_bad", ["a", "exit", "b"], [""] * 3)
+        assert [score.error for score in scores] == [None, "the scorer's process ended (7)", None]
+        scores = await pool.score("async_bad", ["a", "hang"], [""] * 2)
+        assert [score.error for score in scores] == [None, "no score within 1.5 s"]
+    finally:
+        pool.close()
+
+
+async def test_a_scorer_has_a_timeout_of_its_own(pool: ScorerPool) -> None:
+    [score] = await pool.score(ScorerCall("waits", {"seconds": 9.0}, timeout_s=0.2), [""], [""])
+    assert score.error == "no score within 0.2 s"
+
+
+CHATS = [[{"role": "user", "content": "2+2?"}], [{"role": "user", "content": "bad"}]]
+
+
+def _snapshot(path: Path, template: str | None) -> Path:
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        tiny.CHAT_TEMPLATE,
+        "{{ eos_token }}{% for m in messages %}\n"
+        "  {% generation %}{{ m.content | tojson }}{% endgeneration %}\n{% break %}"
+        "{% endfor %}{% if add_generation_prompt %}>{% endif %}",
+    ],
+)
+async def test_chat_messages_are_rendered_as_transformers_renders_them(
+    pool: ScorerPool, tmp_path: Path, template: str
+) -> None:
+    snapshot = _snapshot(tmp_path, template)
+    found = await pool.render(chat_options(snapshot), [json.dumps(chat) for chat in CHATS])
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = template
+    for chat, rendered in zip(CHATS, found, strict=True):
+        assert rendered.text == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(rendered.ids, skip_special_tokens=False) == rendered.text
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% if messages[0].content == 'bad' %}{{ raise_exception('no such role') }}{% endif %}x", "no such role"),
+        ("{% if messages[0].content == 'bad' %}{{ ''.__class__.__mro__ }}{% endif %}x", "is unsafe"),
+        ("{% if messages[0].content == 'bad' %}{{ range(999999999) | list }}{% endif %}x", "OverflowError"),
+    ],
+)
+async def test_what_a_template_refuses_or_may_not_do_is_that_prompts_error(
+    pool: ScorerPool, tmp_path: Path, template: str, told: str
+) -> None:
+    good, bad = await pool.render(chat_options(_snapshot(tmp_path, template)), [json.dumps(chat) for chat in CHATS])
+    assert (good.text, good.error) == ("x", None)
+    assert told in str(bad.error)
+
+
+def test_a_snapshot_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NoTemplate, match="has no chat template"):
+        chat_options(_snapshot(tmp_path, None))
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(NoTemplate, match="has no tokenizer"):
+        chat_options(tmp_path)
