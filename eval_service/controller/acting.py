@@ -15,12 +15,12 @@ from eval_service.controller.board import Board
 from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
-from eval_service.controller.functions import FunctionLane, Functions
+from eval_service.controller.functions import FunctionLane, functions_among
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
 from eval_service.controller.outcomes import each_alone
 from eval_service.controller.pin_orders import PinMaker
-from eval_service.controller.proxied import ProxiedLane, proxied_parts
+from eval_service.controller.proxied import ProxiedLane, ProxiedParts, proxied_parts
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
 from eval_service.controller.serving import ServedParts, Serving
 from eval_service.controller.sizing import Sizes, worth
@@ -33,7 +33,7 @@ from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import ServingMoves
-from eval_service.suites.kinds import FunctionSuite, LmEvalSuite
+from eval_service.suites.kinds import LmEvalSuite
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import AnySuite, functions_of
 from router.router import Router
@@ -105,22 +105,30 @@ class Acting:
             clock=clock,
         )
         self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
-        functions = {name: suite for name, suite in parts.suites.items() if isinstance(suite, FunctionSuite)}
-        self._functions = Functions(functions, moves, ledger, self._service.state_dir / "logs", clock)
+        self._functions = functions_among(parts.suites, moves, ledger, self._service.state_dir / "logs", clock)
         bounds = Bounds(self._service.roots, parts.suites.keys(), functions_of(parts.suites))
-        retention = Retention(parts.database, moves.epoch)
         intents = Intents(parts.database, bounds)
         self._pins = PinMaker(self.fleet, self._service, eval_group.start_timeout_s, on_trouble=wake, clock=clock)
-        self.serving, self._proxied = None, None
+        self.serving: Serving | None = None
+        self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
-            board = Board(moves.epoch, on_change=wake, clock=clock)
-            self._proxied = proxied_parts(parts.config, board)
-            servings = ServingMoves(parts.database, moves.epoch)
-            served = ServedParts(self.fleet, board, self._costs, eval_group.server_concurrency, wake, clock)
-            self.serving = Serving(served, servings, ledger, self._pins, patience_s=self._service.point_timeout_s / 2)
+            self._serve_through(Board(moves.epoch, on_change=wake, clock=clock), wake)
         self._housekeeping = Housekeeping(
-            self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
+            self._service,
+            intents,
+            Retention(parts.database, moves.epoch),
+            ledger,
+            loading=self.fleet.loading,
+            pinned=self.fleet.pinned,
         )
+
+    def _serve_through(self, board: Board, wake: Callable[[], None]) -> None:
+        """Lanes of the proxy: those that people ask for, and those of lm-eval's tasks."""
+        slots, patience_s = self._parts.config.groups[EVAL_GROUP].server_concurrency, self._service.point_timeout_s / 2
+        self._proxied = proxied_parts(self._parts.config, board)
+        servings = ServingMoves(self._parts.database, self._moves.epoch)
+        served = ServedParts(self.fleet, board, self._costs, slots, wake, self._clock)
+        self.serving = Serving(served, servings, self._ledger, self._pins, patience_s=patience_s)
 
     async def look_for_changes(self) -> None:
         """Whether the ledger is as it was when all of it was last looked at."""

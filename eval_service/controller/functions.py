@@ -24,6 +24,7 @@ from eval_service.functions import SAMPLES
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.suites.kinds import FunctionSuite
+from eval_service.suites.suite import AnySuite
 
 DISPOSE_S = 4.0  # less than the controller has for its own end
 log = logging.getLogger(__name__)
@@ -175,3 +176,11 @@ class Functions:
         """Dispose of all of them."""
         names = list(self._processes)
         await asyncio.gather(*(self.drop(name, dispose=True) for name in names), return_exceptions=True)
+
+
+def functions_among(
+    suites: Mapping[str, AnySuite], moves: Moves, ledger: LedgerThread, logs: Path, clock: Callable[[], float]
+) -> Functions:
+    """Of the service's suites, those that are functions."""
+    found = {name: suite for name, suite in suites.items() if isinstance(suite, FunctionSuite)}
+    return Functions(found, moves, ledger, logs, clock)
