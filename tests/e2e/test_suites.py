@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.states import PointState
-from eval_service.contract.wire import DispatchRequest, EngineState, PointView, RunSpec, SampleView, Source
+from eval_service.contract.wire import DispatchRequest, EngineState, EngineView, PointView, RunSpec, SampleView, Source
 from eval_service.suites.suite import load_suites
 from tests.support.live import EXAMPLES, Live, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+
+
+def judges(live: Live) -> list[EngineView]:
+    """The engines of the frozen group."""
+    return [engine for group in live.client.fleet().groups if group.name == "judge" for engine in group.engines]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +39,10 @@ def points(live: Live) -> dict[str, PointView]:
             source=Source.CALLER,
         )
         live.client.dispatch(request)
-        wait_for(lambda: [e for e in live.engines() if e.group == "judge" and e.state is EngineState.READY], "a judge")
         return {point.suite: point for point in live.ended("every-kind", len(suites), 240.0)}
     finally:
         live.client.scale("judge", 0)
+        wait_for(lambda: all(engine.state is EngineState.LOST for engine in judges(live)), "the judge to leave")
 
 
 def test_a_suite_of_each_kind_is_done_on_the_real_engines(live: Live, points: dict[str, PointView]) -> None:

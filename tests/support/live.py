@@ -138,7 +138,7 @@ class Live:
     def engines(self) -> list[EngineView]:
         """The eval group's engines, lost ones included."""
         with suppress(Unavailable):
-            return [engine for group in self.client.fleet().groups for engine in group.engines]
+            return [engine for group in self.client.fleet().groups if group.name == "eval" for engine in group.engines]
         return []
 
     def points(self, run: str, **query: Any) -> list[PointView]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from statsmodels.stats.proportion import proportion_confint
 
 from eval_service.contract.wire import SampleView
-from eval_service.suites.statistics import aggregate, chance_of_all, chance_of_any, mean_of
+from eval_service.suites.statistics import aggregate, chance_of_all, chance_of_any, mean_of, weighted_mean
 from eval_service.suites.suite import Suite, load_suites
 
 
@@ -255,3 +255,24 @@ def test_an_answer_that_no_extractor_finds_is_told_apart_from_a_wrong_one(suite:
     samples = [_sample(0, "a", 0.0, unparsed=True), _sample(1, "a", 0.0), _sample(2, "a", 1.0), _sample(3, "a", 1.0)]
     metrics = aggregate(suite, samples).metrics
     assert (metrics["unparsed"].value, metrics["exact_match"].value) == (0.25, 0.5)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.lists(st.floats(0, 1), min_size=2, max_size=20)), min_size=1, max_size=4)
+)
+def test_weighted_datasets_have_the_mean_and_error_of_independent_parts(parts: list[tuple[float, list[float]]]) -> None:
+    weights = {str(i): weight for i, (weight, _) in enumerate(parts)}
+    found = weighted_mean({str(i): mean_of(values) for i, (_, values) in enumerate(parts)}, weights)
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    shares = numpy.array([weight for weight, _ in parts]) / sum(weights.values())
+    errors = numpy.array([numpy.std(values, ddof=1) / math.sqrt(len(values)) for _, values in parts])
+    assert found.value == pytest.approx(float(shares @ numpy.array([numpy.mean(values) for _, values in parts])))
+    assert found.stderr == pytest.approx(float(numpy.linalg.norm(shares * errors)), abs=1e-9)
+    assert found.low <= found.value + 1e-12
+    assert found.high >= found.value - 1e-12
+
+
+def test_a_weighted_mean_of_a_dataset_that_is_not_known_is_not_known() -> None:
+    assert weighted_mean({"a": mean_of([1.0]), "b": None}, {"a": 1.0, "b": 2.0}) is None
