@@ -113,13 +113,9 @@ class Acting:
         self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
             self._serve_through(Board(moves.epoch, on_change=wake, clock=clock), wake)
+        retention = Retention(parts.database, moves.epoch)
         self._housekeeping = Housekeeping(
-            self._service,
-            intents,
-            Retention(parts.database, moves.epoch),
-            ledger,
-            loading=self.fleet.loading,
-            pinned=self.fleet.pinned,
+            self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
         )
 
     def _serve_through(self, board: Board, wake: Callable[[], None]) -> None:
