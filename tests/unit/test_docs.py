@@ -65,7 +65,7 @@ def default_of(field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
         return f"`{list(value)}`"
-    return f"`{value}`" if isinstance(value, int | float | dict) else f"`{json.dumps(value, default=str)}`"
+    return f"`{value}`" if isinstance(value, int | float | dict) else f"`{json.dumps(str(value))}`"
 
 
 @pytest.mark.parametrize("heading", SECTIONS)
