@@ -107,6 +107,7 @@ def main(samples: int) -> None:
         (root / "d.jsonl").write_text("\n".join(rows))
         (root / "s.toml").write_text('[suites.s]\ndatasets = [{ name = "d", path = "d.jsonl" }]\n')
         suite = load_suites(root / "s.toml")["s"]
+        assert isinstance(suite, Suite)
         idle = psutil.Process().memory_info().rss
         with Peak() as peak:
             asyncio.run(point(suite, root))

@@ -16,10 +16,12 @@ from eval_service.controller.board import Board
 from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
+from eval_service.controller.functions import FunctionLane, functions_among
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.controller.lane import Lane, LaneParts
 from eval_service.controller.outcomes import each_alone
 from eval_service.controller.pin_orders import PinMaker
+from eval_service.controller.proxied import ProxiedLane, ProxiedParts, proxied_parts
 from eval_service.controller.scheduler import Claim, Lease, Shares, plan
 from eval_service.controller.serving import ServedParts, Serving
 from eval_service.controller.sizing import Sizes, worth
@@ -32,8 +34,9 @@ from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import ServingMoves
+from eval_service.suites.kinds import LmEvalSuite
 from eval_service.suites.scoring import ScorerPool
-from eval_service.suites.suite import Suite
+from eval_service.suites.suite import AnySuite, functions_of
 from router.router import Router
 
 TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
@@ -48,7 +51,7 @@ class Parts:
     """What a controller is made of."""
 
     config: FleetConfig
-    suites: Mapping[str, Suite]
+    suites: Mapping[str, AnySuite]
     database: Database
     lock: FileLock
 
@@ -73,7 +76,7 @@ class Acting:
         self._ledger = ledger
         self._router = router
         self._clock = clock
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Lane | FunctionLane] = {}
         self._served: dict[str, int] = {}
         self._shown_at = float("-inf")
         self._number: int | None = None  # of the ledger's changes, when all of it was last looked at
@@ -103,19 +106,26 @@ class Acting:
             clock=clock,
         )
         self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
-        bounds = Bounds(self._service.roots, parts.suites.keys())
-        retention = Retention(parts.database, moves.epoch)
+        self._functions = functions_among(parts.suites, moves, ledger, self._service.state_dir / "logs", clock)
+        bounds = Bounds(self._service.roots, parts.suites.keys(), functions_of(parts.suites))
         intents = Intents(parts.database, bounds)
         self._pins = PinMaker(self.fleet, self._service, eval_group.start_timeout_s, on_trouble=wake, clock=clock)
-        self.serving = None
+        self.serving: Serving | None = None
+        self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
-            board = Board(moves.epoch, on_change=wake, clock=clock)
-            servings = ServingMoves(parts.database, moves.epoch)
-            served = ServedParts(self.fleet, board, self._costs, eval_group.server_concurrency, wake, clock)
-            self.serving = Serving(served, servings, ledger, self._pins, patience_s=self._service.point_timeout_s / 2)
+            self._serve_through(Board(moves.epoch, on_change=wake, clock=clock), wake)
+        retention = Retention(parts.database, moves.epoch)
         self._housekeeping = Housekeeping(
             self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
         )
+
+    def _serve_through(self, board: Board, wake: Callable[[], None]) -> None:
+        """Lanes of the proxy: those that people ask for, and those of lm-eval's tasks."""
+        slots, patience_s = self._parts.config.groups[EVAL_GROUP].server_concurrency, self._service.point_timeout_s / 2
+        self._proxied = proxied_parts(self._parts.config, board)
+        servings = ServingMoves(self._parts.database, self._moves.epoch)
+        served = ServedParts(self.fleet, board, self._costs, slots, wake, self._clock)
+        self.serving = Serving(served, servings, self._ledger, self._pins, patience_s=patience_s)
 
     async def look_for_changes(self) -> None:
         """Whether the ledger is as it was when all of it was last looked at."""
@@ -133,6 +143,7 @@ class Acting:
             ("engines", self._look_at_engines),
             ("servings", self._serve),
             ("leases", self._lease),
+            ("functions", self._begin_functions),
             ("sizes", self._decide_sizes),
             ("intents", self._take_intents),
             ("drains", self._tend_drains),
@@ -156,6 +167,7 @@ class Acting:
             for task in stuck:
                 task.cancel()
             await asyncio.gather(*stuck, return_exceptions=True)
+        await self._functions.close()
         await self._admissions.close()
         await self._housekeeping.close()
         await asyncio.to_thread(self._moves.close)
@@ -176,7 +188,7 @@ class Acting:
         if self.serving is not None:
             if await self.serving.tick():
                 self._housekeeping.something_settled()
-            why = {id_: "the controller evaluates it; its samples are kept with the point" for id_ in self._lanes}
+            why = dict.fromkeys(self._lanes, "the controller evaluates it; its samples are kept with the point")
             self.serving.board.elsewhere(why)
 
     # --- points
@@ -244,7 +256,18 @@ class Acting:
     async def _queued(self) -> dict[str, Runnable]:
         """Points whose lane is still to begin."""
         queued = [point for point in await self._ledger(self._moves.runnable) if point.id not in self._lanes]
+        queued = [point for point in queued if point.suite not in self._functions.suites]
         return {point.id: point for point in queued if await self._has_suite(point)}
+
+    async def _begin_functions(self) -> None:
+        """Points that need no engine of ours."""
+        if not self._functions.suites:
+            return
+        busy = frozenset(lane.point.suite for lane in self._lanes.values())
+        for point in self._functions.next(await self._ledger(self._moves.runnable), busy):
+            number = await self._ledger(self._moves.begin_attempt, point.id)
+            if number is not None:
+                self._start(self._functions.lane(point, number))
 
     def _claims(self, queued: Mapping[str, Runnable]) -> list[Claim]:
         claims = [lane.claim for lane in self._lanes.values()]
@@ -270,7 +293,7 @@ class Acting:
         if lane is None and lease.point in queued:
             lane = await self._begin(queued[lease.point])
         engine = self.fleet.engines.get(lease.engine)
-        if lane is not None and lane.open and engine is not None and engine.free:
+        if isinstance(lane, Lane) and lane.open and engine is not None and engine.free:
             self._served[lane.point.run] = max(self._served.values(), default=0) + 1
             lane.join(lease.engine)
 
@@ -289,10 +312,17 @@ class Acting:
         if number is None:
             return None
         pinner = self._pins.pinner(point, manifest, str(number))
-        lane = Lane(point, number, self._parts.suites[point.suite], pinner, self._lane_parts)
-        self._lanes[point.id] = lane
-        lane.start().add_done_callback(lambda _: self._ended(point.id))
+        suite = self._parts.suites[point.suite]
+        if isinstance(suite, LmEvalSuite) and self._proxied is not None:
+            lane: Lane = ProxiedLane(point, number, suite, pinner, self._lane_parts, tasks=suite, proxied=self._proxied)
+        else:
+            lane = Lane(point, number, suite, pinner, self._lane_parts)
+        self._start(lane)
         return lane
+
+    def _start(self, lane: Lane | FunctionLane) -> None:
+        self._lanes[lane.point.id] = lane
+        lane.start().add_done_callback(lambda _: self._ended(lane.point.id))
 
     def _ended(self, point: str) -> None:
         self._lanes.pop(point, None)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import EngineState
@@ -31,13 +31,53 @@ from eval_service.ledger.moves import Moves, Runnable
 from eval_service.suites.chat import NoTemplate
 from eval_service.suites.rendering import rendered_prompts
 from eval_service.suites.scoring import ScorerPool
-from eval_service.suites.suite import Suite
+from eval_service.suites.suite import AnySuite, Suite
 from router.router import Router
 from router.upstream import Upstream
 
 log = logging.getLogger(__name__)
 # What an engine that can't load a snapshot tells of it, the most certain first.
 _CERTAINTY = (Verdict.SNAPSHOT, Verdict.SUSPECT, Verdict.NOT_VISIBLE)
+
+
+class SeenUpstream(Protocol):
+    """What a lane looks at of an engine."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+
+class SeenStats(Protocol):
+    """All engines that a route knows."""
+
+    @property
+    def upstreams(self) -> Mapping[str, SeenUpstream]: ...
+
+
+class Route(Protocol):
+    """How a lane's requests reach its engines: the controller's own router, or the proxy's board."""
+
+    def set_target(self, name: str, upstreams: Collection[Upstream], /) -> None: ...
+    def add(self, name: str, upstream: Upstream, /) -> None: ...
+    def remove(self, name: str, upstream: str, /, *, abort: bool = False) -> None: ...
+    def drop_target(self, name: str, /, *, abort: bool = False) -> None: ...
+    def stats(self) -> SeenStats: ...
+
+
+class Work(Protocol):
+    """How much a lane has left to do."""
+
+    @property
+    def unanswered(self) -> int: ...
+
+    @property
+    def unsent(self) -> int: ...
+
+    @property
+    def all_made(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +102,7 @@ class Lane:
 
     point: Runnable
     number: int
-    suite: Suite
+    suite: AnySuite
     pinner: Pinner
     parts: LaneParts
     engines: set[str] = field(default_factory=set)
@@ -71,6 +111,8 @@ class Lane:
     idle_since: float = field(init=False)
     _suspicions: dict[str, Outcome] = field(default_factory=dict)
     _leaving: dict[str, float] = field(default_factory=dict)
+    _route: Route = field(init=False)
+    _todo: Work = field(init=False)
     _generation: Generation = field(init=False)
     _pins: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _first: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,8 +120,15 @@ class Lane:
     _timings: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._todo = self._work()
+        self._condemned = asyncio.get_running_loop().create_future()
+        self.idle_since = self.parts.clock()
+
+    def _work(self) -> Work:
+        """What is to be done, and the route by which it gets to engines."""
+        self._route = self.parts.router
         self._generation = Generation(
-            self.suite,
+            self._prompts,
             self.parts.router,
             target=self.point.id,
             weight_version=self.pinner.order.weight_version,
@@ -88,15 +137,20 @@ class Lane:
             useless=self._useless,
             answered=self._answered,
         )
-        self._condemned = asyncio.get_running_loop().create_future()
-        self.idle_since = self.parts.clock()
+        return self._generation
+
+    @property
+    def _prompts(self) -> Suite:
+        if not isinstance(self.suite, Suite):
+            raise TypeError(f"suite {self.suite.name!r} has no prompts")
+        return self.suite
 
     # --- what the scheduler asks
 
     @property
     def open(self) -> bool:
         """It has use for engines: it was not ended, and not all of its samples are in."""
-        return not self._condemned.done() and self._generation.unanswered > 0
+        return not self._condemned.done() and self._todo.unanswered > 0
 
     @property
     def claim(self) -> Claim:
@@ -110,7 +164,7 @@ class Lane:
             return 0
         if not there:
             return 1
-        return max(0, self.parts.costs.engines_for(self.suite.name, self._generation.unsent) - there)
+        return max(0, self.parts.costs.engines_for(self.suite.name, self._todo.unsent) - there)
 
     # --- engines
 
@@ -123,7 +177,7 @@ class Lane:
     def drop(self, engine_id: str) -> None:
         """It is lost, ejected or was started anew: what it had in flight runs again elsewhere, and it is nobody's."""
         if engine_id in self.engines:
-            self.parts.router.remove(self.point.id, engine_id, abort=True)
+            self._route.remove(self.point.id, engine_id, abort=True)
             engine = self.parts.fleet.engines.get(engine_id)
             if engine is not None:
                 engine.pinned = None
@@ -131,7 +185,7 @@ class Lane:
 
     def look(self) -> None:
         """Part with engines that are gone, were started anew, were ejected, are leaving, or have nothing left to do."""
-        upstreams = self.parts.router.stats().upstreams
+        upstreams = self._route.stats().upstreams
         for engine_id in sorted(self.engines):
             engine = self.parts.fleet.engines.get(engine_id)
             if engine is None or engine.lost:
@@ -150,33 +204,33 @@ class Lane:
         if engine_id not in self.proven:
             self.drop(engine_id)
             return
-        self.parts.router.remove(self.point.id, engine_id)
+        self._route.remove(self.point.id, engine_id)
         until = self._leaving.setdefault(engine_id, self.parts.clock() + self.parts.handover_s)
         if not self._in_flight(engine_id):
             self._let_go(engine_id)
         elif self.parts.clock() >= until:
-            self.parts.router.add(self.point.id, self._upstream(engine_id))  # only what is a target's can be aborted
+            self._route.add(self.point.id, self._upstream(engine_id))  # only what is a target's can be aborted
             self.drop(engine_id)
 
     def release_idle(self) -> None:
         """Nothing is left to send: engines that have nothing of it in flight go on to the next point."""
-        if not self.proven or self._generation.unsent:
+        if not self.proven or self._todo.unsent:
             return
         for engine_id in sorted(self.engines):
-            last = self.proven == {engine_id} and self._generation.unanswered > 0
+            last = self.proven == {engine_id} and self._todo.unanswered > 0
             if not last and not self._in_flight(engine_id):
-                self.parts.router.remove(self.point.id, engine_id)
+                self._route.remove(self.point.id, engine_id)
                 self._let_go(engine_id)
 
     def _in_flight(self, engine_id: str) -> int:
-        upstream = self.parts.router.stats().upstreams.get(engine_id)
+        upstream = self._route.stats().upstreams.get(engine_id)
         return upstream.in_flight if upstream else 0
 
     def _answered(self, latency_s: float | None) -> None:
         """A sample is in. At once, and not with the next tick: an idle engine is another point's."""
         if latency_s is not None:
             self.parts.costs.note_sample(self.suite.name, latency_s)
-        if self._generation.all_made:
+        if self._todo.all_made:
             self.release_idle()
 
     def _useless(self, engine_id: str, why: str) -> None:
@@ -223,7 +277,7 @@ class Lane:
             return
         if self.pinner.seconds is not None:
             self.parts.costs.note_pin(self.pinner.seconds)
-        self.parts.router.add(self.point.id, self._upstream(engine_id))
+        self._route.add(self.point.id, self._upstream(engine_id))
         self.proven.add(engine_id)
         self._first.set()
 
@@ -277,7 +331,7 @@ class Lane:
 
     def start(self) -> asyncio.Task[None]:
         """Begin; the task raises nothing, it ends with its outcome in the ledger."""
-        self.parts.router.set_target(self.point.id, [])
+        self._route.set_target(self.point.id, [])
         self.task = asyncio.get_running_loop().create_task(self._live())
         return self.task
 
@@ -321,13 +375,13 @@ class Lane:
         self._close()
 
     def _close(self) -> None:
-        self.parts.router.drop_target(self.point.id, abort=True)
+        self._route.drop_target(self.point.id, abort=True)
         for engine_id in sorted(self.engines):
             self._let_go(engine_id)
 
     async def _attempt(self) -> None:
         began = self.parts.clock()
-        if self.suite.config.prompt_format == "chat":
+        if self._prompts.config.prompt_format == "chat":
             await self._render()  # while the first engine loads
         await self._first.wait()
         self._timings["pin_s"] = self.parts.clock() - began
@@ -337,13 +391,13 @@ class Lane:
         await self._advance(PointState.SCORING)
         parts = self.parts
         judges = Judges(parts.fleet, parts.router, self.point.id)
-        recorder = Recorder(self.point, self.number, self.suite, parts.moves, parts.ledger, parts.scorers, judges)
+        recorder = Recorder(self.point, self.number, self._prompts, parts.moves, parts.ledger, parts.scorers, judges)
         weights = Weights(self.pinner.order.weight_version, self.pinner.proof())
         await recorder.record(answers, weights, self._timings)
 
     async def _render(self) -> None:
         try:
-            prompts = await rendered_prompts(self.suite, Path(self.point.snapshot), self.parts.scorers)
+            prompts = await rendered_prompts(self._prompts, Path(self.point.snapshot), self.parts.scorers)
         except NoTemplate as exc:
             raise LaneEnd(PointState.SKIPPED, Reason.SNAPSHOT_INVALID, str(exc)) from exc
         self._generation.rendered(prompts)

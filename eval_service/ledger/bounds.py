@@ -21,6 +21,7 @@ class Bounds:
 
     roots: tuple[Path, ...]
     suites: Collection[str]
+    functions: frozenset[str] = frozenset()  # those of the suites that are checkpoint eval functions
 
     def check_suites(self, suites: Sequence[str]) -> None:
         """Refuse a suite that the service does not have.
@@ -32,6 +33,20 @@ class Bounds:
             if suite not in self.suites:
                 known = ", ".join(sorted(self.suites))
                 raise InvalidRequest(f"no suite {suite!r}", field="suites", hint=f"the service has: {known}")
+
+    def check_kinds(self, suites: Collection[str]) -> None:
+        """Refuse a checkpoint eval function beside a suite that engines evaluate, in one run.
+
+        Raises:
+            InvalidRequest: names one of each.
+        """
+        own, engines = sorted(self.functions & set(suites)), sorted(set(suites) - self.functions)
+        if own and engines:
+            raise InvalidRequest(
+                f"{own[0]!r} is a checkpoint eval function and {engines[0]!r} is evaluated by engines",
+                field="suites",
+                hint="a run has suites of one of the two; give each a run of its own",
+            )
 
     def as_written(self, path: str, field: str) -> str | None:
         """The path, if it lies inside a root as it is written; None: that can't be told without the file system.

@@ -84,6 +84,7 @@ class Intents:
         """
         check_run(run)
         self._bounds.check_suites(spec.suites)
+        self._bounds.check_kinds(spec.suites)
         self._bounds.as_written(spec.root, "root")
         return spec.model_copy(update={"root": self._bounds.followed(spec.root, "root")})
 
@@ -155,6 +156,7 @@ class Intents:
     ) -> tuple[Granted, Sequence[Mapping[Any, Any]]]:
         suites = request.suites if request.suites is not None else spec.suites
         self._bounds.check_suites(suites)
+        self._bounds.check_kinds({*suites, *spec.suites} & set(self._bounds.suites))
         if not suites:
             raise InvalidRequest("no suite is named", field="suites", hint="leave it out for all of the run's")
         verdict = Granted.GRANTED if path is None else Granted.TAKEN

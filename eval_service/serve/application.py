@@ -34,7 +34,7 @@ from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.scaling import DesiredCount
 from eval_service.serve.settings import Settings
-from eval_service.suites.suite import load_suites
+from eval_service.suites.suite import functions_of, load_suites
 from router.proxy import Table, TableReport
 
 APPLICATION = "evalfleet"
@@ -68,7 +68,8 @@ class GatewayDeployment:
         self._controller = controller
         database = Database(settings.ledger)
         service = settings.fleet.service
-        bounds = Bounds(service.roots, load_suites(settings.suites).keys())
+        suites = load_suites(settings.suites)
+        bounds = Bounds(service.roots, suites.keys(), functions_of(suites))
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
         groups, address = settings.fleet.groups, settings.proxy_address

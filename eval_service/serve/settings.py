@@ -15,7 +15,7 @@ from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
 from eval_service.suites.scorer_config import Code, Judge
-from eval_service.suites.suite import Suite, load_suites
+from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
 from router.limits import Limits
 from router.proxy import ProxySettings
 
@@ -88,8 +88,10 @@ def check(settings: Settings) -> None:
     Raises:
         ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
     """
-    check_suites(load_suites(settings.suites), settings.fleet)
     service = settings.fleet.service
+    suites = load_suites(settings.suites)
+    check_suites(suites, settings.fleet)
+    check_served(suites, has_proxy=service.proxy_port is not None)
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)
@@ -98,13 +100,15 @@ def check(settings: Settings) -> None:
     Database(settings.ledger).close()
 
 
-def check_suites(suites: Mapping[str, Suite], fleet: FleetConfig) -> None:
+def check_suites(suites: Mapping[str, AnySuite], fleet: FleetConfig) -> None:
     """See that the fleet has, and the service allows, what suites need.
 
     Raises:
         ConfigError: a judge without a frozen group; code that is not allowed.
     """
     for name, suite in suites.items():
+        if not isinstance(suite, Suite):
+            continue
         scorer, key = suite.config.scorer, f"suites.{name}.scorer"
         if isinstance(scorer, Code) and not fleet.service.allow_code:
             raise ConfigError(

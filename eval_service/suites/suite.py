@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,15 @@ from eval_service.fleet_config import validated
 from eval_service.suites.config import SamplingConfig, SuiteConfig, SuitesConfig
 from eval_service.suites.datasets import Dataset, Prompt, read_dataset
 from eval_service.suites.functions import check_functions
+from eval_service.suites.kinds import (
+    FunctionConfig,
+    FunctionConfigs,
+    FunctionSuite,
+    LmEvalConfigs,
+    LmEvalSuite,
+    load_function,
+    load_lm_eval,
+)
 from eval_service.suites.scorer_config import SCORER_CONFIGS, Function
 from eval_service.suites.scoring import ScorerCall
 from eval_service.suites.texts import Parsed, parse
@@ -112,17 +121,74 @@ def sample_seed(seed: int, prompt: int, sample: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}:{prompt}:{sample}".encode()) >> 33
 
 
-def load_suites(path: Path) -> dict[str, Suite]:
+AnySuite = Suite | LmEvalSuite | FunctionSuite
+
+
+def functions_of(suites: Mapping[str, AnySuite]) -> frozenset[str]:
+    """The names of those that are checkpoint eval functions."""
+    return frozenset(name for name, suite in suites.items() if isinstance(suite, FunctionSuite))
+
+
+def check_served(suites: Mapping[str, AnySuite], *, has_proxy: bool) -> None:
+    """Refuse what the fleet can't serve.
+
+    Raises:
+        ConfigError: lm-eval's tasks ask a lane of the proxy, and there is none.
+    """
+    for name, suite in suites.items():
+        if isinstance(suite, LmEvalSuite) and not has_proxy:
+            hint = "set service.proxy_port in fleet.toml, such as 8710"
+            raise ConfigError(
+                "lm-eval's tasks ask through the proxy, which is off", field=f"suites.{name}.kind", hint=hint
+            )
+
+
+def load_suites(path: Path) -> dict[str, AnySuite]:
     """Read a suites file, TOML or YAML, and all of its datasets; import the user's functions, in a process.
 
     Raises:
         ConfigError: names the file, the line and the key, or the dataset's row and column.
     """
     parsed = parse(path)
+    table, others = _by_kind(parsed.table)
     try:
-        config = validated(SuitesConfig, parsed.table, path)
+        foreign = _load_foreign(others, path)
+        if not table.get("suites") and foreign:
+            return foreign
+        config = validated(SuitesConfig, table, path)
     except ConfigError as exc:
         raise _with_line(ConfigError(exc.message, field=_as_written(exc.field), hint=exc.hint), parsed) from exc
+    return {**_load_prompts(config, path, parsed), **foreign}
+
+
+def _by_kind(table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The file's table without the suites of others' kinds, and those alone."""
+    suites = table.get("suites")
+    if not isinstance(suites, dict):
+        return table, {}
+    foreign = {name: suite for name, suite in suites.items() if isinstance(suite, dict) and suite.get("kind") in _KINDS}
+    return {**table, "suites": {name: suite for name, suite in suites.items() if name not in foreign}}, foreign
+
+
+_KINDS: dict[str, type[LmEvalConfigs] | type[FunctionConfigs]] = {
+    "lm_eval": LmEvalConfigs,
+    "function": FunctionConfigs,
+}
+
+
+def _load_foreign(table: dict[str, Any], path: Path) -> dict[str, AnySuite]:
+    base = path.resolve().parent
+    found: dict[str, AnySuite] = {}
+    for name, suite in table.items():
+        config = validated(_KINDS[suite["kind"]], {"suites": {name: suite}}, path).suites[name]
+        if isinstance(config, FunctionConfig):
+            found[name] = load_function(name, config, base)
+        else:
+            found[name] = load_lm_eval(name, config, base)
+    return found
+
+
+def _load_prompts(config: SuitesConfig, path: Path, parsed: Parsed) -> dict[str, AnySuite]:
     base = path.resolve().parent
     functions = {
         name: suite.scorer.function for name, suite in config.suites.items() if isinstance(suite.scorer, Function)

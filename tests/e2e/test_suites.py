@@ -11,7 +11,7 @@ import pytest
 
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, EngineView, PointView, RunSpec, SampleView, Source
-from eval_service.suites.suite import load_suites
+from eval_service.suites.suite import Suite, load_suites
 from tests.support.live import EXAMPLES, Live, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -49,6 +49,7 @@ def test_a_suite_of_each_kind_is_done_on_the_real_engines(live: Live, points: di
     told = {name: (point.state, point.reason, point.detail) for name, point in points.items()}
     assert {name for name, point in points.items() if point.state is not PointState.DONE} == set(), told
     for name, suite in load_suites(EXAMPLES / "suites.toml").items():
+        assert isinstance(suite, Suite)
         samples = live.samples(points[name].id)
         assert len(samples) == suite.size
         assert [sample.error for sample in samples] == [None] * suite.size, name

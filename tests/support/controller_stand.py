@@ -51,7 +51,7 @@ from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
 from eval_service.suites.samples import read_samples
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool
-from eval_service.suites.suite import Suite, load_suites
+from eval_service.suites.suite import AnySuite, functions_of, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
 
@@ -114,6 +114,7 @@ class Stand:
         times: RunnerTimes = TIMES,
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
+        more_suites: str = "",
         **service: Any,
     ) -> None:
         self.root = root
@@ -123,7 +124,9 @@ class Stand:
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
         sizes = {SUITE: prompts} if isinstance(prompts, int) else prompts
-        self.suites: dict[str, Suite] = load_suites(self._write_suites(sizes, sampling, oversize))
+        file = self._write_suites(sizes, sampling, oversize)
+        file.write_text(file.read_text() + more_suites)
+        self.suites: dict[str, AnySuite] = load_suites(file)
         self.clock = Clock()
         self.url = f"sqlite:///{root / 'ledger.db'}"
         group = {
@@ -134,11 +137,12 @@ class Stand:
             "start_timeout_s": 20,
             "overrides": {**(knobs or {})},
         }
-        settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5, **service}
+        settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5}
+        settings |= {"state_dir": root / "state", **service}
         groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
         self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
         self.database = Database(self.url, clock=self.clock)
-        self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys()))
+        self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys(), functions_of(self.suites)))
         self.views = Views(self.database, version="test")
         self.link = Link()
         self.exports: dict[str, Export] = {}

@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
 from eval_service.suites.config import DatasetConfig, FewshotConfig, SamplingConfig, SuiteConfig
+from eval_service.suites.kinds import FunctionConfig, LmEvalConfig
 from eval_service.suites.scorer_config import SCORER_CONFIGS
-from eval_service.suites.suite import load_suites
+from eval_service.suites.suite import Suite, load_suites
 from trainer.config import DataSection, EvalSection, ModelSection, ParallelSection, RunSection, TrainSection, load_run
 from trainer.launch import LaunchConfig
 
@@ -29,6 +30,8 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "`[service]`": ServiceConfig,
     "`[groups.NAME]`": GroupConfig,
     "`[suites.NAME]`": SuiteConfig,
+    '`[suites.NAME]`, `kind = "lm_eval"`': LmEvalConfig,
+    '`[suites.NAME]`, `kind = "function"`': FunctionConfig,
     "`datasets`": DatasetConfig,
     "`fewshot`": FewshotConfig,
     "`sampling`": SamplingConfig,
@@ -122,4 +125,6 @@ def test_the_examples_are_files_that_the_programs_take() -> None:
     run = load_run(ROOT / "examples/run.toml")
     assert fleet.service.port == 8700
     assert set(run.eval.suites) <= set(suites)
-    assert len(suites["letters"].prompts()) == 3
+    letters = suites["letters"]
+    assert isinstance(letters, Suite)
+    assert len(letters.prompts()) == 3

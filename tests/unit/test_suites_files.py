@@ -26,6 +26,7 @@ def loaded(tmp_path: Path, text: str, name: str = "suites.toml") -> Suite:
     """The file's only suite."""
     (tmp_path / name).write_text(text)
     [suite] = load_suites(tmp_path / name).values()
+    assert isinstance(suite, Suite)
     return suite
 
 

@@ -66,6 +66,7 @@ def file(tmp_path: Path) -> Path:
 
 def _only(path: Path) -> Suite:
     [suite] = load_suites(path).values()
+    assert isinstance(suite, Suite)
     return suite
 
 

@@ -27,7 +27,9 @@ def suite(tmp_path: Path) -> Suite:
     (tmp_path / "suites.toml").write_text(
         '[suites.s]\ndatasets = [{name = "a", path = "a.jsonl"}, {name = "b", path = "b.jsonl"}]\n'
     )
-    return load_suites(tmp_path / "suites.toml")["s"]
+    found = load_suites(tmp_path / "suites.toml")["s"]
+    assert isinstance(found, Suite)
+    return found
 
 
 def _sample(index: int, dataset: str, score: float | None, **changes: Any) -> SampleView:
@@ -218,7 +220,9 @@ def sampled(tmp_path: Path) -> Suite:
         '[suites.s]\ndatasets = [{name = "a", path = "a.jsonl"}]\nsampling = {n = 4, temperature = 1.0}\n'
         'metric = "pass@4"\n'
     )
-    return load_suites(tmp_path / "suites.toml")["s"]
+    found = load_suites(tmp_path / "suites.toml")["s"]
+    assert isinstance(found, Suite)
+    return found
 
 
 def _drawn(scores: list[list[float | None]]) -> list[SampleView]:

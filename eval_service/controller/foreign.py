@@ -1,0 +1,106 @@
+"""What evals of others have made: from their scratch directory into the ledger and beside the run, once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval_service.contract.names import samples_file
+from eval_service.contract.results import Metric, SampleView
+from eval_service.contract.states import PointState, Reason
+from eval_service.controller.db import DaemonThreads, LedgerThread
+from eval_service.controller.outcomes import LaneEnd
+from eval_service.controller.recording import Weights
+from eval_service.ledger.database import Fenced
+from eval_service.ledger.moves import Moves, Result, Runnable
+from eval_service.suites.alarms import alarms_of
+from eval_service.suites.kinds import FunctionSuite, LmEvalSuite
+from eval_service.suites.samples import write_samples
+
+_MAX_ERROR_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was reported. `samples`: the file that they are in, a line each; it may be missing."""
+
+    metrics: Mapping[str, Metric]
+    samples: Path
+    weights: Weights
+    timings: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Records one attempt."""
+
+    point: Runnable
+    number: int
+    suite: LmEvalSuite | FunctionSuite
+    moves: Moves
+    ledger: LedgerThread
+
+    async def record(self, made: Made) -> None:
+        """Write the samples, then the result.
+
+        Raises:
+            LaneEnd: the headline is missing.
+            OSError: the samples can't be written now.
+            Fenced: another controller acts.
+        """
+        config, point = self.suite.config, self.point
+        headline = made.metrics.get(config.metric)
+        if headline is None:
+            there = ", ".join(sorted(made.metrics)) or "none"
+            raise LaneEnd(PointState.FAILED, Reason.CRASHED, f"no metric {config.metric!r} came; there are: {there}")
+        path = samples_file(point.root, point.run, point.step, point.suite, f"{point.id}-{self.number}")
+        threads = DaemonThreads("samples")
+        samples = await threads.run(lambda: list(_read(made.samples)))
+        await threads.run(lambda: write_samples(path, samples))
+        result = Result(
+            metrics=dict(made.metrics),
+            score=headline.value,
+            stderr=headline.stderr,
+            samples_path=str(path),
+            weight_version=made.weights.version,
+            pin_proof=made.weights.proof,
+            engines=tuple(sorted({sample.engine for sample in samples if sample.engine})),
+            timings=dict(made.timings),
+            headline=config.metric,
+            direction=config.direction,
+            suite_digest=self.suite.digest,
+            alarms=alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else (),
+        )
+        recorded = False
+        with suppress(Fenced):
+            recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
+        if not recorded:
+            await threads.run(lambda: path.unlink(missing_ok=True))
+
+
+def metrics_of(told: Mapping[str, Any]) -> dict[str, Metric]:
+    """As a process told them."""
+    return {name: Metric.model_validate(metric) for name, metric in told.items()}
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory for one attempt."""
+    directory = Path(tempfile.mkdtemp(prefix="evalfleet-scratch-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _read(path: Path) -> Iterator[SampleView]:
+    if path.exists():
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield SampleView.model_validate(json.loads(line))

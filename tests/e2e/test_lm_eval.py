@@ -1,0 +1,72 @@
+"""lm-eval's tasks through the lanes of the real service, against lm-eval's own `hf` backend on the same snapshot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_service.contract.wire import DispatchRequest, Kind, RunSpec, Source
+from tests.support.live import DONE, Live
+from tests.support.lm_tasks import DOCUMENTS
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+RUN = "harness"
+_HF = """
+import json, sys
+from eval_service.apart.lm_eval_worker import evaluate
+from lm_eval.models.huggingface import HFLM
+asked = json.loads(sys.argv[1])
+model = HFLM(pretrained=asked["snapshot"], dtype="float32", device="cpu", batch_size=1)
+found = evaluate(model, asked)
+print("\\n" + json.dumps({"results": found["results"], "samples": found["samples"]}, default=str))
+"""
+
+
+def by_hf(live: Live) -> dict[str, Any]:
+    """What the `hf` backend makes of the same tasks."""
+    asked = {
+        "snapshot": str(live.model), "tasks": ["tiny_generate", "tiny_choose"], "path": str(live.base / "lm_tasks"),
+        "num_fewshot": None, "limit": None, "seed": 0,
+    }  # fmt: skip
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", _HF, json.dumps(asked)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_of_its_own_hf_backend(
+    live: Live,
+) -> None:
+    live.wait_engines()
+    live.client.put_run(RUN, RunSpec(root=str(live.root), suites=("harness",), max_in_flight=10))
+    request = DispatchRequest(
+        run=RUN, step=0, suites=("harness",), kind=Kind.MANUAL, source=Source.CALLER, snapshot=str(live.model),
+        reservation=str(uuid.uuid4()),
+    )  # fmt: skip
+    live.client.dispatch(request)
+    expected = by_hf(live)
+    [point] = live.ended(RUN, 1, timeout_s=200)
+    assert point.state is DONE, (point.reason, point.detail)
+    for task, metric in (("tiny_choose", "acc"), ("tiny_generate", "exact_match")):
+        told = point.metrics[f"{task}/{metric}"]
+        assert told.value == pytest.approx(expected["results"][task][f"{metric},none"])
+        assert told.n == DOCUMENTS
+        assert told.stderr == pytest.approx(expected["results"][task][f"{metric}_stderr,none"])
+    assert point.score == point.metrics["tiny_choose/acc"].value
+    samples = live.samples(point.id)
+    chosen = [sample for sample in samples if sample.dataset == "tiny_choose"]
+    likely = [max(float(reply[0]) for reply in row["filtered_resps"]) for row in expected["samples"]["tiny_choose"]]
+    assert [sample.logprob for sample in chosen] == pytest.approx(likely, abs=1e-3)
+    made = [sample.output for sample in samples if sample.dataset == "tiny_generate"]
+    assert made == [row["filtered_resps"][0] for row in expected["samples"]["tiny_generate"]]
+    assert {sample.weight_version for sample in samples} == {point.weight_version}
+    assert all(sample.engine.startswith("eval-") for sample in samples)

@@ -1,0 +1,181 @@
+"""Checkpoint eval functions: a real controller and real processes, without Ray and without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eval_service.contract.errors import ConfigError, InvalidRequest
+from eval_service.contract.states import PinProof, PointState, Reason
+from eval_service.contract.wire import RunSpec
+from eval_service.engine.pin import SystemClock
+from eval_service.engine.server import BootOptions
+from eval_service.fleet_config import GroupConfig
+from eval_service.ledger.orders import Orders
+from eval_service.suites.suite import check_served, load_suites
+from tests.support.controller_stand import Stand, said
+from tests.support.engine_model import make_model
+from tests.support.inner_engine import boot_inner
+
+pytestmark = pytest.mark.anyio
+
+SUITE = """
+[suites.mine]
+kind = "function"
+function = "tests.support.eval_functions:Noting"
+metric = "accuracy"
+timeout_s = {timeout_s}
+options = {{ notes = "{notes}" }}
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def stand_of(root: Path, timeout_s: float = 60.0) -> Stand:
+    stand = Stand(root, more_suites=SUITE.format(notes=root, timeout_s=timeout_s))
+    stand.put_run("r", suites=("mine",))
+    return stand
+
+
+def noted(root: Path, what: str) -> list[int]:
+    path = root / what
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+async def test_a_function_evaluates_in_one_process_over_many_points_and_disposes_at_the_end(tmp_path: Path) -> None:
+    async with stand_of(tmp_path).running(engines=0) as stand:
+        points = [stand.dispatch("r", step) for step in (1, 2, 7, 8, 3)]
+        one, two, skipped, crashed, three = await stand.until_ended(*points)
+        for view, step in ((one, 1), (two, 2), (three, 3)):
+            assert (view.state, view.score, view.stderr) == (PointState.DONE, 0.5, 0.5)
+            assert (view.weight_version, view.pin_proof) == (f"mine.{step}", PinProof.CANARY)
+            assert [sample.output for sample in stand.samples(view.id)] == ["right", "wrong"]
+        assert (skipped.state, skipped.reason, skipped.detail) == (
+            PointState.SKIPPED,
+            Reason.EVAL_SKIP,
+            "its benchmark needs 8 GPUs",
+        )
+        assert (crashed.state, crashed.reason) == (PointState.FAILED, Reason.CRASHED)
+        assert "RuntimeError: the backend said no" in (crashed.detail or "")
+        assert noted(tmp_path, "evaluated") == [1, 2, 3]
+        assert len(noted(tmp_path, "made")) == 1 or noted(tmp_path, "disposed") != []
+    assert sorted(noted(tmp_path, "made")) == sorted(noted(tmp_path, "disposed"))
+
+
+async def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_point_has_a_new_process(
+    tmp_path: Path,
+) -> None:
+    async with stand_of(tmp_path, timeout_s=6.0).running(engines=0) as stand:
+        late, after = await stand.until_ended(stand.dispatch("r", 9), stand.dispatch("r", 10))
+        assert (late.state, late.reason) == (PointState.FAILED, Reason.DEADLINE)
+        assert after.state is PointState.DONE
+        [child] = noted(tmp_path, "child")
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        assert len(noted(tmp_path, "made")) == 2
+
+
+async def test_kill_9_of_a_functions_process_in_mid_point_is_that_points_crash_and_nobody_elses(tmp_path: Path) -> None:
+    async with stand_of(tmp_path).running(engines=0) as stand:
+        point = stand.dispatch("r", 9)
+        await stand.until(lambda: noted(tmp_path, "child"))
+        os.kill(noted(tmp_path, "made")[0], signal.SIGKILL)
+        [view] = await stand.until_ended(point)
+        assert (view.state, view.reason) == (PointState.FAILED, Reason.CRASHED)
+        assert "signal 9" in (view.detail or "")
+        [after] = await stand.until_ended(stand.dispatch("r", 10))
+        assert after.state is PointState.DONE
+        os.kill(noted(tmp_path, "child")[0], signal.SIGKILL)  # it had left its parent's group, which was gone
+
+
+async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_canary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    questions, key, admin = tmp_path / "questions.jsonl", tmp_path / "key", tmp_path / "admin"
+    questions.write_text(json.dumps({"prompt": "p", "answer": "x"}))
+    make_model(tmp_path / "theirs", seed=0)
+    group = GroupConfig.model_validate({"model": tmp_path / "theirs", "grade": "fake"})
+    engine = await boot_inner(group, BootOptions(log=tmp_path / "none"), SystemClock())
+    try:
+        key.write_text(engine.keys.api)
+        admin.write_text(engine.keys.admin)
+        options = (
+            f'{{ url = "{engine.url}", questions = "{questions}", key_file = "{key}", admin_key_file = "{admin}" }}'
+        )
+        table = '[suites.mine]\nkind = "function"\nfunction = "attached_function:Attached"\nmetric = "accuracy"\n'
+        stand = Stand(tmp_path, more_suites=f"{table}options = {options}\n")
+        stand.put_run("r", suites=("mine",))
+        async with stand.running(engines=0):
+            export = stand.export("r", 1)
+            wrong = stand.export("r", 2, canary=stand.export("q", 33).manifest.canary)
+            good, bad = await stand.until_ended(stand.dispatch("r", 1, export), stand.dispatch("r", 2, wrong))
+            assert (good.state, good.pin_proof) == (PointState.DONE, PinProof.CANARY), good.detail
+            [sample] = stand.samples(good.id)
+            assert sample.output == said(export.manifest.tensor_digest, "p")
+            assert (bad.state, bad.reason) == (PointState.FAILED, Reason.CRASHED)
+            assert "it holds other weights" in (bad.detail or "")
+    finally:
+        await engine.process.stop()
+        await engine.api.close()
+
+
+async def test_a_cancelled_point_ends_its_functions_process(tmp_path: Path) -> None:
+    async with stand_of(tmp_path).running(engines=0) as stand:
+        point = stand.dispatch("r", 9)
+        await stand.until(lambda: noted(tmp_path, "child"))
+        Orders(stand.database).cancel(point)
+        assert stand.link.controller is not None
+        stand.link.controller.wake()
+        [view] = await stand.until_ended(point)
+        assert (view.state, view.reason) == (PointState.CANCELLED, Reason.USER)
+        await stand.until(lambda: not psutil.pid_exists(noted(tmp_path, "child")[0]))
+
+
+def test_a_run_has_functions_or_engines_suites_and_never_both(tmp_path: Path) -> None:
+    stand = stand_of(tmp_path)
+    with pytest.raises(InvalidRequest, match="'mine' is a checkpoint eval function and 'words' is evaluated by"):
+        stand.intents.put_run("both", RunSpec(root=str(stand.runs), suites=("words", "mine")))
+    with pytest.raises(InvalidRequest, match="checkpoint eval function"):
+        stand.dispatch("r", 1, suites=("words",))
+    stand.database.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("tests.support.eval_functions:Trains", "what trains .it has train_step"),
+        ("trainer.loop:Loop", "is what trains"),
+        ("tests.support.eval_functions:Nothing", "no attribute 'Nothing'"),
+        ("no_such_module:Thing", "No module named"),
+    ],
+)
+def test_a_class_that_trains_or_cannot_be_imported_is_refused_at_load(tmp_path: Path, function: str, says: str) -> None:
+    file = tmp_path / "suites.toml"
+    file.write_text(f'[suites.mine]\nkind = "function"\nfunction = "{function}"\nmetric = "accuracy"\n')
+    with pytest.raises(ConfigError, match=says) as refused:
+        load_suites(file)
+    assert refused.value.field == "suites.mine.function"
+
+
+def test_lm_eval_tasks_are_refused_at_load_where_there_is_no_such_task_or_no_proxy(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.yaml").write_text("task: mine\n")
+    file = tmp_path / "suites.toml"
+    table = '[suites.harness]\nkind = "lm_eval"\npath = "mine"\nmetric = "mine/acc"\ntasks = ["{}"]\n'
+    file.write_text(table.format("none_such"))
+    with pytest.raises(ConfigError, match="there is no task 'none_such'") as refused:
+        load_suites(file)
+    assert refused.value.field == "suites.harness.tasks.0"
+    file.write_text(table.format("mine"))
+    with pytest.raises(ConfigError, match="through the proxy") as off:
+        check_served(load_suites(file), has_proxy=False)
+    assert "service.proxy_port" in (off.value.hint or "")
+    check_served(load_suites(file), has_proxy=True)
