@@ -302,7 +302,13 @@ class Acting:
         now = self._clock()
         if now - self._shown_at < LIFE_S:
             return
-        upstreams = self._router.stats().upstreams
+        stats = self._router.stats()
+        upstreams, gates = stats.upstreams, stats.targets.values()
+        pool = {
+            "in_use": sum(gate.in_flight for gate in gates),
+            "waiting": sum(gate.waiting for gate in gates),
+            "capacity": sum(gate.capacity for gate in gates),
+        }
         view = self.fleet.view(lambda id_: upstreams[id_].in_flight if id_ in upstreams else 0, self._sizes.now)
-        await self._ledger(self._moves.show_life, view)
+        await self._ledger(self._moves.show_life, view, pool)
         self._shown_at = now

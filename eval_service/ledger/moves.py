@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import FleetView
 from eval_service.ledger import carrying, watching
 from eval_service.ledger.changes import Changes
-from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
+from eval_service.ledger.database import CONTROLLER_AT, FLEET, POOL, Database, put
 from eval_service.ledger.events import fleet_changed
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
@@ -125,14 +125,16 @@ class Moves:
             done += carrying.expire_reservations(turn, reservation_timeout_s)
             return done
 
-    def show_life(self, fleet: FleetView) -> None:
-        """Write the controller's sign of life and the fleet as it sees it."""
+    def show_life(self, fleet: FleetView, pool: Mapping[str, int] | None = None) -> None:
+        """Write the controller's sign of life, the fleet as it sees it, and what the router's gates hold."""
         before = self._told or self._last_fleet()
         now = self._db.clock()
         with self._changes.writing() as connection:
             self._db.fence(connection, self.epoch)
             put(connection, CONTROLLER_AT, str(self.epoch), now)
             put(connection, FLEET, fleet.model_dump_json(), now)
+            if pool is not None:
+                put(connection, POOL, json.dumps(dict(pool)), now)
             fleet_changed(connection, before, fleet, now)
         self._told = fleet
 
@@ -258,7 +260,7 @@ class Moves:
                 return False
             turn.end_attempt(point, "done", None, result.engines)
             turn.move(point, PointState.DONE, **_columns(result, row, turn.now))
-            watching.look_around(turn.connection, turn.point(point))
+            watching.look_around(turn.connection, turn.point(point), turn.now)
             return True
 
     def end(self, point: str, state: PointState, reason: Reason, detail: str) -> bool:
