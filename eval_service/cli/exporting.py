@@ -65,7 +65,7 @@ def export(
 
 def _points(run: str, suite: str | None, from_: Path | None, url: str) -> list[PointView]:
     if from_ is not None:
-        return points_of(from_, run, suite)
+        return [point for point in points_of(from_, run, suite) if not point.superseded]
     with options.connect(url) as client:
         return list(all_points(client, run, suite))
 

@@ -150,18 +150,15 @@ def _collected(meters: Meters) -> Iterator[Metric]:
 
 
 def _deliveries(deliveries: Deliveries, now: float) -> Iterator[Metric]:
-    families = (
-        CounterMetricFamily("evalfleet_deliveries", "Events told to trackers, webhooks, traces", labels=["target"]),
-        CounterMetricFamily("evalfleet_delivery_failures", "Tries that failed; each is repeated", labels=["target"]),
-        CounterMetricFamily("evalfleet_deliveries_refused", "What a receiver will never take", labels=["target"]),
-        GaugeMetricFamily("evalfleet_deliveries_waiting", "What failed and waits for its next try", labels=["target"]),
-        GaugeMetricFamily(
-            "evalfleet_delivery_oldest_seconds", "How long the oldest of it has waited", labels=["target"]
-        ),
-    )
+    told = CounterMetricFamily("evalfleet_deliveries", "Events told to trackers, webhooks, traces", labels=["target"])
+    failures = CounterMetricFamily("evalfleet_delivery_failures", "Tries that failed; repeated", labels=["target"])
+    refused = CounterMetricFamily("evalfleet_deliveries_refused", "What one will never take", labels=["target"])
+    waiting = GaugeMetricFamily("evalfleet_deliveries_waiting", "What waits for its next try", labels=["target"])
+    oldest = GaugeMetricFamily("evalfleet_delivery_oldest_seconds", "How long the oldest waits", labels=["target"])
     for state in deliveries.states():
-        oldest_s = max(now - state.oldest_at, 0.0) if state.oldest_at is not None else 0.0
-        values = (state.delivered, state.failures, state.refused, state.waiting, oldest_s)
-        for family, value in zip(families, values, strict=True):
-            family.add_metric([state.name], value)
-    yield from families
+        told.add_metric([state.name], state.delivered)
+        failures.add_metric([state.name], state.failures)
+        refused.add_metric([state.name], state.refused)
+        waiting.add_metric([state.name], state.waiting)
+        oldest.add_metric([state.name], max(now - state.oldest_at, 0.0) if state.oldest_at is not None else 0.0)
+    yield from (told, failures, refused, waiting, oldest)

@@ -1,8 +1,8 @@
 """The process in which a tracker's library runs: `python -m eval_service.trackers.worker FD`.
 
-The socket's first line is the order (JSON: kind, config, state_dir); each further one is a list of items of one run, and is
-answered with one line: done, refused (their ids) and error. It ends with its socket, and with whoever started it; one
-that hangs is killed by its parent, who tells it the same again.
+The socket's first line is the order (JSON: kind, config, state_dir); each further one is a list of items of one run,
+and is answered with one line: done, refused (their ids) and error. It ends with its socket, and with whoever started
+it; one that hangs is killed by its parent, who tells it the same again.
 """
 
 from __future__ import annotations
