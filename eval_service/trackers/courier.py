@@ -20,7 +20,8 @@ from eval_service.ledger.deliveries import Deliveries, Failed, Told
 from eval_service.ledger.events import Event
 from eval_service.ledger.views import Views
 from eval_service.trackers.config import Target, TrackerConfig
-from eval_service.trackers.items import Item, Items
+from eval_service.trackers.items import Items
+from eval_service.trackers.told import Item
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5

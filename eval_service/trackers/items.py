@@ -1,8 +1,4 @@
-"""What is told of an event, made from the ledger when it is told: to trackers, webhooks and traces alike.
-
-An item is what a worker gets, as JSON: `id` (the same whenever it is repeated), `event`, `run`, `at`, and of a point
-`point` (a PointView) with `scalars`, its keys and values at its step.
-"""
+"""What is told of an event, made from the ledger when it is told: to trackers, webhooks and traces alike."""
 
 from __future__ import annotations
 
@@ -23,8 +19,8 @@ from eval_service.ledger.events import Event, EventKind
 from eval_service.ledger.schema import points, runs
 from eval_service.ledger.views import Views
 from eval_service.trackers.config import Target, TracesConfig, TrackerConfig, WebhookConfig, WebhookEvent
+from eval_service.trackers.told import Item
 
-Item = dict[str, Any]
 COSTS = ("stall_s", "export_s", "queue_s", "pin_s", "generate_s", "score_s", "duration_s")
 _ENDS = frozenset(ENDS)
 

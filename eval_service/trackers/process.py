@@ -18,7 +18,7 @@ from typing import Any
 from eval_service.secrets_apart import without_secrets
 from eval_service.trackers.config import Target, secret_names
 from eval_service.trackers.courier import Report
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 _END_S = 5.0
 _MAX_LOG_BYTES = 4 << 20

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 _PR_SET_PDEATHSIG = 1
 SINKS = {

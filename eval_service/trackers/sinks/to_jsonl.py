@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from eval_service.contract.names import EVALS
-from eval_service.trackers.items import Item
 from eval_service.trackers.lines import POINTS
+from eval_service.trackers.told import Item
 
 
 class Sink:

@@ -14,7 +14,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 TAG = "evalfleet.run"
 _PAGE = 1000  # that a server takes at once

@@ -16,7 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from eval_service.contract.names import EVALS
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 _MOST_OPEN = 32
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 _STAGES = ("pin", "generate", "score")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb
 
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 
 STEP = "eval/step"
 

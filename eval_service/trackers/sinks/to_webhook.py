@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from eval_service.trackers.items import Item
+from eval_service.trackers.told import Item
 from eval_service.trackers.worker import Refusal
 
 SIGNATURE = "Evalfleet-Signature"
