@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from eval_service.trackers.told import Item
+from eval_service.trackers.told import Item, Refusal
 
 _PR_SET_PDEATHSIG = 1
 SINKS = {
@@ -27,10 +27,6 @@ SINKS = {
     "webhook": "eval_service.trackers.sinks.to_webhook",
     "traces": "eval_service.trackers.sinks.to_traces",
 }
-
-
-class Refusal(Exception):
-    """The receiver will never take an item; the others may go on."""
 
 
 class Sink(Protocol):

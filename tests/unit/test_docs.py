@@ -15,6 +15,7 @@ from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
 from eval_service.suites.config import DatasetConfig, SamplingConfig, SuiteConfig
 from eval_service.suites.suite import load_suites
+from eval_service.trackers.config import TracesConfig, TrackerConfig, WebhookConfig
 from trainer.config import DataSection, EvalSection, ModelSection, ParallelSection, RunSection, TrainSection, load_run
 from trainer.launch import LaunchConfig
 
@@ -26,6 +27,9 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "top level": FleetConfig,
     "`[service]`": ServiceConfig,
     "`[groups.NAME]`": GroupConfig,
+    "`[trackers.NAME]`": TrackerConfig,
+    "`[webhooks.NAME]`": WebhookConfig,
+    "`[traces]`": TracesConfig,
     "`[suites.NAME]`": SuiteConfig,
     "`datasets`": DatasetConfig,
     "`sampling`": SamplingConfig,
@@ -58,7 +62,7 @@ def default_of(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`{list(value)}`"
+        return f"`{[str(one) for one in value]}`"
     return f"`{value}`" if isinstance(value, int | float | dict) else f'`"{value}"`'
 
 

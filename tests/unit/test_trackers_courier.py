@@ -1,4 +1,4 @@
-"""What couriers promise: nothing is left out, one run's trouble or a receiver's hinders nobody else, secrets stay apart."""
+"""What couriers promise: nothing is left out, and one run's or receiver's trouble hinders nobody else."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx
 
-from eval_service.trackers.told import Item
-from eval_service.trackers.worker import Refusal
+from eval_service.trackers.told import Item, Refusal
 
 SIGNATURE = "Evalfleet-Signature"
 DELIVERY = "Evalfleet-Delivery"
