@@ -26,6 +26,7 @@ from eval_service.trackers.told import Item
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
 NOTE_S = 30.0  # how far behind a cursor may be that passed only what is of no concern
+MOST_TIMEOUTS = 10  # that one delivery of many items may take
 _CLOSE_S = 5.0
 
 
@@ -89,7 +90,7 @@ class Courier:
 
     def alive(self) -> bool:
         """Whether it makes progress."""
-        return self._thread.is_alive() and self._clock() - self.beat < self._target.timeout_s + 60.0
+        return self._thread.is_alive() and self._clock() - self.beat < MOST_TIMEOUTS * self._target.timeout_s + 60.0
 
     def step(self) -> bool:
         """One look at the events and at what is late; whether there is more to do at once."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from eval_service.secrets_apart import without_secrets
 from eval_service.trackers.config import Target, secret_names
-from eval_service.trackers.courier import Report
+from eval_service.trackers.courier import MOST_TIMEOUTS, Report
 from eval_service.trackers.told import Item
 
 _END_S = 5.0
@@ -49,7 +49,7 @@ class Worker:
 
     def deliver(self, items: Sequence[Item]) -> Report:
         """See `courier.Receiver`. Each item has the time of one delivery, all of them no more than ten times that."""
-        until = time.monotonic() + self._timeout_s * min(len(items), 10)
+        until = time.monotonic() + self._timeout_s * min(len(items), MOST_TIMEOUTS)
         try:
             answer = self._exchange(items, until)
         except TimeoutError:
