@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_service.contract.errors import ConfigError
+from eval_service.trackers.config import TracesConfig, TrackerConfig, WebhookConfig
 
 EVAL_GROUP = "eval"
 _Config = TypeVar("_Config", bound=BaseModel)
@@ -52,6 +53,7 @@ class ServiceConfig(Section):
     scorer_processes: int = Field(default=1, ge=1)
     allow_code: bool = Field(default=False, description="let suites run what a model wrote; see docs/suites.md")
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
+    webhook_hosts: tuple[str, ...] = Field(default=(), description="host[:port] that webhooks may be sent to")
 
 
 class GroupConfig(Section):
@@ -129,6 +131,17 @@ class FleetConfig(Section):
     num_gpus: int = Field(default=0, ge=0, description="GPUs of all groups together")
     overrides: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments of every group")
     groups: dict[str, GroupConfig]
+    trackers: dict[str, TrackerConfig] = Field(default_factory=dict, description="who is told of every point")
+    webhooks: dict[str, WebhookConfig] = Field(default_factory=dict, description="who is told of news")
+    traces: TracesConfig | None = Field(default=None, description="OpenTelemetry traces of points; None: none")
+
+    @model_validator(mode="after")
+    def _webhooks_are_allowed(self) -> Self:
+        allowed = {host.lower() for host in self.service.webhook_hosts}
+        for name, hook in self.webhooks.items():
+            if hook.host not in allowed:
+                raise ValueError(f"webhooks.{name}.url: {hook.host} is not allowed; name it in service.webhook_hosts")
+        return self
 
     @model_validator(mode="after")
     def _one_eval_group(self) -> Self:
@@ -185,7 +198,11 @@ def load_fleet(path: Path) -> FleetConfig:
         name: group.model_copy(update={"model": base / group.model if group.model else None})
         for name, group in config.groups.items()
     }
-    return config.model_copy(update={"service": service, "groups": groups})
+    trackers = {
+        name: tracker.model_copy(update={"path": base / tracker.path if tracker.path else None})
+        for name, tracker in config.trackers.items()
+    }
+    return config.model_copy(update={"service": service, "groups": groups, "trackers": trackers})
 
 
 def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Config:

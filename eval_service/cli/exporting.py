@@ -20,6 +20,7 @@ from eval_service.cli.reading import all_points
 from eval_service.contract.errors import ConfigError, InvalidRequest
 from eval_service.contract.metric_keys import dataset_of, metric_key
 from eval_service.contract.wire import PointView
+from eval_service.trackers.lines import points_of
 
 _POINT = ("run", "step", "suite", "state", "reason", "point", "digest", "weight_version", "pin_proof")
 _METRIC = ("key", "dataset", "metric", "headline", "value", "stderr", "low", "high", "n")
@@ -39,6 +40,9 @@ def export(
     run: options.Run,
     format_: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.CSV,
     suite: Annotated[str | None, typer.Option(help="Only this suite.")] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="A jsonl tracker's points.jsonl, read instead of the service.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A file; left out: stdout. Parquet needs one.")] = None,
     url: options.Url = options.DEFAULT_URL,
     as_json: options.Json = False,
@@ -49,8 +53,7 @@ def export(
     chosen = Format.JSON if as_json else format_
     if chosen is Format.PARQUET and out is None:
         raise InvalidRequest("Parquet is no text to print", field="out", hint="name a file with --out")
-    with options.connect(url) as client:
-        rows = [row for point in all_points(client, run, suite) for row in curve_rows(point)]
+    rows = [row for point in _points(run, suite, from_, url) for row in curve_rows(point)]
     if out is None:
         typer.echo(_text(rows, chosen), nl=False)
         return
@@ -58,6 +61,13 @@ def export(
         _write(rows, chosen, out)
     except OSError as exc:
         raise ConfigError(f"can't be written: {exc}", field="out") from exc
+
+
+def _points(run: str, suite: str | None, from_: Path | None, url: str) -> list[PointView]:
+    if from_ is not None:
+        return [point for point in points_of(from_, run, suite) if not point.superseded]
+    with options.connect(url) as client:
+        return list(all_points(client, run, suite))
 
 
 def curve_rows(point: PointView) -> Iterator[dict[str, Any]]:

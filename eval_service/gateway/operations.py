@@ -7,7 +7,6 @@ from fastapi import APIRouter, Response
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.wire import FleetView, Health, StatusView
-from eval_service.gateway.metrics import render
 from eval_service.gateway.services import Given
 
 routes = APIRouter(tags=["operations"])
@@ -51,5 +50,5 @@ def readyz(services: Given) -> Health:
 @routes.get("/metrics", response_class=Response)
 def metrics(services: Given) -> Response:
     """Prometheus' text format."""
-    body, content_type = render(services.views)
+    body, content_type = services.metrics.render()
     return Response(body, media_type=content_type)

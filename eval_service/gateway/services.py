@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.feed import Feed
+from eval_service.gateway.metrics import Metrics
 from eval_service.gateway.storage import Storage
 from eval_service.gateway.waiting import SharedLook, Watch
 from eval_service.ledger.advising import Advisor
@@ -50,6 +51,7 @@ class Services:
         self.intents = Intents(database, bounds)
         self.orders = Orders(database)
         self.views = Views(database, version=version)
+        self.metrics = Metrics(self.views)
         self.scaling = ScaleOrders(database, groups)
         self.advisor = Advisor(database)
         self.endpoint = Endpoint(Servings(database), *proxy_address) if proxy_address is not None else None

@@ -27,6 +27,7 @@ EPOCH = "epoch"
 VERSION = "schema_version"
 CONTROLLER_AT = "controller_at"
 FLEET = "fleet"
+COLLECTED = "collected"
 BUSY_TIMEOUT_S = 10.0  # how long a writer waits for others
 _SYNCHRONOUS = "PRAGMA synchronous=NORMAL"
 _MOST_WAL_PAGES = 8192

@@ -31,6 +31,7 @@ class EventKind(StrEnum):
     POINT = "point"
     DRAIN = "drain"
     FLEET = "fleet"
+    ALARM = "alarm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,12 @@ def points_moved(
     """Points are in another state, or are new."""
     told = [{name: row[name] for name in ("run", "step", "suite")} | {"point": row["id"]} for row in rows]
     _note(connection, EventKind.POINT, [one | {"state": state, "reason": reason} for one in told], now)
+
+
+def point_alarmed(connection: Connection, row: Mapping[Any, Any], alarms: Sequence[str], now: float) -> None:
+    """Something may be wrong with a run, as seen at a point."""
+    told = {name: row[name] for name in ("run", "step", "suite")} | {"point": row["id"], "alarms": list(alarms)}
+    _note(connection, EventKind.ALARM, [told], now)
 
 
 def drain_moved(connection: Connection, drain: str, run: str, now: float, *, drained: bool | None = None) -> None:

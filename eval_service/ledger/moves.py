@@ -126,7 +126,7 @@ class Moves:
             return done
 
     def show_life(self, fleet: FleetView) -> None:
-        """Write the controller's sign of life and the fleet as it sees it."""
+        """Write the controller's sign of life, the fleet as it sees it, and what the router's gates hold."""
         before = self._told or self._last_fleet()
         now = self._db.clock()
         with self._changes.writing() as connection:
@@ -258,7 +258,7 @@ class Moves:
                 return False
             turn.end_attempt(point, "done", None, result.engines)
             turn.move(point, PointState.DONE, **_columns(result, row, turn.now))
-            watching.look_around(turn.connection, turn.point(point))
+            watching.look_around(turn.connection, turn.point(point), turn.now)
             return True
 
     def end(self, point: str, state: PointState, reason: Reason, detail: str) -> bool:

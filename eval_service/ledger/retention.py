@@ -21,6 +21,7 @@ from eval_service.gc.plan import SnapshotRow
 from eval_service.ledger.advising import best_snapshots
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import prune
+from eval_service.ledger.metering import count_collected
 from eval_service.ledger.rows import sound
 from eval_service.ledger.schema import attempts, commands, drains, links, points, runs, servings, snapshots
 
@@ -158,7 +159,10 @@ class Retention:
         """It is gone for good; False where it was dispatched again, or an export that may find it began, meanwhile."""
         with self._db.acting(self._epoch) as connection:
             claimed = update(snapshots).where(snapshots.c.id == snapshot, snapshots.c.deleting_at.is_not(None))
-            return connection.execute(claimed.where(~_to_come()).values(deleted_at=self._db.clock())).rowcount > 0
+            gone = connection.execute(claimed.where(~_to_come()).values(deleted_at=self._db.clock())).rowcount > 0
+            if gone:
+                count_collected(connection, snapshot, self._db.clock())
+            return gone
 
     def needed(self, run: str) -> dict[str, bool]:
         """The names of a run's directories that are not deleted; false for those that are claimed for it."""

@@ -185,6 +185,31 @@ events = Table(
     sqlite_autoincrement=True,  # a number that was told is never told again, whatever was deleted
 )
 
+# How far each tracker, webhook and the traces have been told of the events, and what could not be told yet.
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("seq", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("delivered", Integer, nullable=False),
+    Column("refused", Integer, nullable=False),
+    Column("failures", Integer, nullable=False),
+    Column("error", Text),  # of the last try; None: it went well
+)
+late_deliveries = Table(
+    "late_deliveries",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("seq", Integer, primary_key=True, autoincrement=False),  # of the event; below 0 that of a point
+    Column("run", String(128), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("data", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("tries", Integer, nullable=False),
+    Column("next_at", Float, nullable=False),
+)
+
 # What each version added to tables that were there already: columns that may be null, so older rows stay as they are.
 ADDED: dict[int, tuple[Column[Any], ...]] = {
     3: (points.c.headline, points.c.direction, points.c.suite_digest, points.c.alarms),

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, RowMapping, select, update
 
 from eval_service.contract.results import Alarm, Direction, Metric
 from eval_service.contract.states import PointState
+from eval_service.ledger.events import point_alarmed
 from eval_service.ledger.schema import points
 from eval_service.suites.alarms import COMPARING, Told, alarms_against
 
@@ -28,28 +29,35 @@ def from_text(text: str | None) -> tuple[Alarm, ...]:
     return _ALARMS.validate_json(text) if text else ()
 
 
-def look_around(connection: Connection, row: RowMapping) -> None:
-    """Compare a point that is done now with the one before it, and the one after it with this."""
+def look_around(connection: Connection, row: RowMapping, now: float) -> None:
+    """Compare a point that is done now with the one before it, and the one after it with this; tell of new alarms."""
     same = (points.c.run == row["run"]) & (points.c.suite == row["suite"]) & points.c.superseded.is_(False)
     query = select(points).where(same, points.c.state == PointState.DONE)
     earlier = query.where(points.c.step < row["step"]).order_by(points.c.step.desc(), points.c.seq.desc())
     later = query.where(points.c.step > row["step"]).order_by(points.c.step, points.c.seq.desc())
     before = connection.execute(earlier.limit(1)).mappings().first()
     after = connection.execute(later.limit(1)).mappings().first()
-    _compare(connection, before, row)
+    _tell(connection, row, (), _compare(connection, before, row), now)
     if after is not None:
-        _compare(connection, row, after)
+        _tell(connection, after, from_text(after["alarms"]), _compare(connection, row, after), now)
 
 
-def _compare(connection: Connection, before: RowMapping | None, row: RowMapping) -> None:
+def _compare(connection: Connection, before: RowMapping | None, row: RowMapping) -> tuple[Alarm, ...]:
+    held = from_text(row["alarms"])
     now = _told(row)
     if now is None:
-        return
-    held = from_text(row["alarms"])
+        return held
     own = tuple(alarm for alarm in held if alarm.kind not in COMPARING)
     alarms = own + alarms_against(_told(before) if before is not None else None, now)
     if alarms != held:
         connection.execute(update(points).where(points.c.id == row["id"]).values(alarms=to_text(alarms)))
+    return alarms
+
+
+def _tell(connection: Connection, row: RowMapping, known: Iterable[Alarm], alarms: Iterable[Alarm], now: float) -> None:
+    new = {alarm.kind for alarm in alarms} - {alarm.kind for alarm in known}
+    if new:
+        point_alarmed(connection, row, sorted(new), now)
 
 
 def _told(row: RowMapping) -> Told | None:

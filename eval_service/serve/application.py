@@ -34,6 +34,7 @@ from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.scaling import DesiredCount
 from eval_service.serve.settings import Settings
+from eval_service.serve.trackers import TrackersDeployment
 from eval_service.suites.suite import functions_of, load_suites
 from router.proxy import Table, TableReport
 
@@ -232,7 +233,7 @@ def build(settings: Settings) -> Any:
     ]
     gateway = _deployment(GatewayDeployment, "gateway", graceful_shutdown_timeout_s=_HTTP_GRACE_S + 2.0)
     # Its port is that of the address which the service is known by, so it goes where that leads to.
-    others = [*groups, *_proxy(settings, controller)]
+    others = [*groups, *_proxy(settings, controller), *_trackers(settings)]
     return gateway.options(ray_actor_options=_on_head()).bind(settings, controller, others)
 
 
@@ -246,6 +247,15 @@ def _proxy(settings: Settings, controller: Any) -> list[Any]:
         return []
     part = _deployment(ProxyDeployment, "proxy", graceful_shutdown_timeout_s=proxy.grace_s + 5.0)
     return [part.options(ray_actor_options=_on_head()).bind(proxy, controller)]
+
+
+def _trackers(settings: Settings) -> list[Any]:
+    """Who tells trackers, webhooks and traces, on the head node, where the ledger is."""
+    fleet = settings.fleet
+    if not (fleet.trackers or fleet.webhooks or fleet.traces):
+        return []
+    part = _deployment(TrackersDeployment, "trackers", graceful_shutdown_timeout_s=_ENGINE_STOP_S)
+    return [part.options(ray_actor_options=_on_head()).bind(fleet, settings.ledger)]
 
 
 def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -> Any | None:

@@ -16,6 +16,7 @@ from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
 from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
+from eval_service.trackers.bureau import check_targets
 from router.limits import Limits
 from router.proxy import ProxySettings
 
@@ -95,6 +96,7 @@ def check(settings: Settings) -> None:
     service.state_dir.mkdir(parents=True, exist_ok=True)
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)
+    check_targets(settings.fleet, os.environ)
     _ = settings.proxy
     lock_of(settings.ledger)
     Database(settings.ledger).close()

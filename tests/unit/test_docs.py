@@ -18,6 +18,7 @@ from eval_service.suites.config import DatasetConfig, FewshotConfig, SamplingCon
 from eval_service.suites.kinds import FunctionConfig, LmEvalConfig
 from eval_service.suites.scorer_config import SCORER_CONFIGS
 from eval_service.suites.suite import Suite, load_suites
+from eval_service.trackers.config import TracesConfig, TrackerConfig, WebhookConfig
 from trainer.config import DataSection, EvalSection, ModelSection, ParallelSection, RunSection, TrainSection, load_run
 from trainer.launch import LaunchConfig
 
@@ -29,6 +30,9 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "top level": FleetConfig,
     "`[service]`": ServiceConfig,
     "`[groups.NAME]`": GroupConfig,
+    "`[trackers.NAME]`": TrackerConfig,
+    "`[webhooks.NAME]`": WebhookConfig,
+    "`[traces]`": TracesConfig,
     "`[suites.NAME]`": SuiteConfig,
     '`[suites.NAME]`, `kind = "lm_eval"`': LmEvalConfig,
     '`[suites.NAME]`, `kind = "function"`': FunctionConfig,
@@ -64,7 +68,7 @@ def default_of(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`{list(value)}`"
+        return f"`{[str(one) for one in value]}`"
     return f"`{value}`" if isinstance(value, int | float | dict) else f"`{json.dumps(str(value))}`"
 
 
