@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -114,13 +115,36 @@ class MegatronOptimizer:
 
     def _inner(self) -> list[Any]:
         """Torch's own optimizers, over this rank's share of the main parameters."""
-        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        return [part.optimizer for part in parts]
+        return [part.optimizer for part in self._parts()]
+
+    def _parts(self) -> list[Any]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def load(self, state: dict[str, Any]) -> None:
         """As `Optimizer.load`."""
-        with quiet():
+        with quiet(), ExitStack() as stack:
+            for part in self._parts():
+                stack.enter_context(_steps_kept(part))
             self._optimizer.load_state_dict(state)
+        for inner in self._inner():  # megatron gives all parameters one and the same count, which each would raise
+            for held in inner.state.values():
+                held["step"] = held["step"].clone()
+
+
+@contextmanager
+def _steps_kept(part: Any) -> Iterator[None]:
+    """Megatron sets all that torch's Adam holds of a parameter, and reads all but the step, which is set before."""
+    set_state = part._set_main_param_and_optimizer_states
+
+    def with_step(param: Any, tensors: dict[str, Any]) -> None:
+        held = part._get_main_param_and_optimizer_states(param)
+        set_state(param, {"step": held["step"], **tensors})
+
+    part._set_main_param_and_optimizer_states = with_step
+    try:
+        yield
+    finally:
+        del part._set_main_param_and_optimizer_states
 
 
 # Each parameter by itself and whole over the data-parallel ranks, so that any layout can read it.
