@@ -53,6 +53,7 @@ class Background:
             try:
                 job()
             finally:
+                del job  # a thread that waits must not keep alive what a job was about
                 # Idle first: who gets the buffer next may submit at once.
                 if self._jobs.empty():
                     self._idle.set()
