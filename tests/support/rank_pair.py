@@ -5,7 +5,6 @@ The process group is made anew for each case, so one pair of processes serves ev
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -121,8 +120,6 @@ def run_case(case: Case) -> Found:
     from trainer.stager import Stager
     from trainer.training import build_training
 
-    # The groups of the case before end with the last reference to them; each has threads that wake 100 times a second.
-    gc.collect()
     hf_path = Path(case.hf_path)
     parallel = ParallelSection(**case.parallel)
     settings = {"num_steps": 10, "lr": 1e-3, "global_batch_size": 8, "micro_batch_size": 2, "clip_grad": 0.1}
@@ -144,8 +141,6 @@ def run_case(case: Case) -> Found:
         stager = Stager(exporter, ranks.main, Background())
         published, fault = _publish(stager, Path(case.root), case.resume_at + case.steps)
         ranks.main.gather(None)
-        for background in (stager.background, writer.background):
-            background.close(60.0)
         losses = [(result.loss, result.grad_norm, result.tokens) for result in results]
         return Found(losses, published, fault, exporter.buffer.size_bytes, writer.fault)
 

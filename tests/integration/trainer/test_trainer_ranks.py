@@ -154,7 +154,7 @@ def test_two_ranks_resume_to_the_losses_of_a_run_that_was_never_interrupted(
 
 @pytest.mark.parametrize(
     ("head", "saved", "resumed"),
-    [*(("tied", *pair) for pair in RESHARDED), *(("untied", *pair) for pair in RESHARDED[1:3])],
+    [*(("tied", *layouts) for layouts in RESHARDED), *(("untied", *layouts) for layouts in RESHARDED[1:3])],
 )
 def test_a_checkpoint_of_one_layout_is_resumed_under_another_to_the_same_losses(
     pair: RankPair, tied: Case, untied: Case, tmp_path: Path, head: str, saved: str, resumed: str
