@@ -15,7 +15,7 @@ export function mount([, id], host) {
   let typing = null;
   const typed = () => {
     clearTimeout(typing);
-    typing = setTimeout(() => become({ search: search.value, page: null }), 200);
+    typing = setTimeout(() => become({ search: search.value, page: null }), 120);
   };
   const search = h("input", { type: "search", id: "samples-search", maxlength: 1000, oninput: typed });
   const filter = h("form", { role: "search", onsubmit: (event) => event.preventDefault() },
