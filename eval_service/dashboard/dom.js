@@ -22,10 +22,10 @@ function add(node, children) {
 /** Put other children into a region; what had the focus there has it afterwards, what was opened there stays open. */
 export function fill(region, ...children) {
   const key = keyOf(region.contains(document.activeElement) ? document.activeElement : null);
-  const open = new Set([...region.querySelectorAll("details[open][data-key]")].map((node) => node.dataset.key));
+  const open = new Map([...region.querySelectorAll("details[data-key]")].map((node) => [node.dataset.key, node.open]));
   region.replaceChildren();
   add(region, children);
-  for (const node of region.querySelectorAll("details[data-key]")) node.open = open.has(node.dataset.key);
+  for (const node of region.querySelectorAll("details[data-key]")) node.open = open.get(node.dataset.key) ?? node.open;
   if (key) [...region.querySelectorAll("a, button, input, select, summary, [tabindex]")].find((node) => keyOf(node) === key)?.focus();
 }
 

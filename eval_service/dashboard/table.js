@@ -16,6 +16,12 @@ export function table({ caption, columns, rows, order = null, page = 1, size = n
   ];
 }
 
+/** A link to this page with some parameters changed, from what they are when it is followed. */
+export function turn(changes, key, ...children) {
+  const again = (event) => event.currentTarget.setAttribute("href", changed(changes));
+  return h("a", { href: changed(changes), "data-key": key, onclick: again }, children);
+}
+
 function kind(column) {
   return column.num ? "num" : column.text ? "text" : null;
 }
@@ -26,14 +32,14 @@ function heading(column, order) {
   const down = order === `-${column.sort}`;
   const next = down || (!up && !column.num) ? column.sort : `-${column.sort}`; // numbers: the largest first
   const sorted = up ? "ascending" : down ? "descending" : "none";
-  return h("th", { scope: "col", class: kind(column), "aria-sort": sorted }, h("a", { href: changed({ sort: next }), "data-key": `sort-${column.sort}` }, column.label, up ? " ▲" : down ? " ▼" : ""));
+  return h("th", { scope: "col", class: kind(column), "aria-sort": sorted }, turn({ sort: next }, `sort-${column.sort}`, column.label, up ? " ▲" : down ? " ▼" : ""));
 }
 
 function paging(caption, page, size, total) {
   const last = Math.max(1, Math.ceil(total / size));
   const from = total ? (page - 1) * size + 1 : 0;
   const to = Math.min(total, page * size);
-  const go = (label, target, there) => (there ? h("a", { href: changed({ page: target }), "data-key": `page-${label}` }, label) : h("span", { class: "soft" }, label));
+  const go = (label, target, there) => (there ? turn({ page: target }, `page-${label}`, label) : h("span", { class: "soft" }, label));
   return h("nav", { class: "pages", "aria-label": `Pages of: ${caption}` },
     go("First", null, page > 1), go("Previous", page - 1, page > 1),
     h("span", { class: "range" }, `${from.toLocaleString("en")}–${to.toLocaleString("en")} of ${total.toLocaleString("en")}`),

@@ -36,9 +36,13 @@ function told(found) {
     ["A", [both[0], `, mean ${number(found.a.mean)}`]],
     ["B", [both[1], `, mean ${number(found.b.mean)}`, ", ", h("a", { href: link(["compare", found.b.point, found.a.point]) }, "the other way round")]],
     ["B is", h("strong", { class: look }, found.verdict)],
-    ["B minus A", `${number(found.difference)}${interval}, p ${found.p_value === null ? NONE : number(found.p_value, 4)} (${found.method ?? "too few prompts"})`],
+    ["B minus A", `${number(found.difference)}${interval}, p ${likely(found.p_value)} (${found.method ?? "too few prompts"})`],
     ["Prompts", `${number(found.prompts)} scored by both; ${number(found.improved)} improved, ${number(found.worsened)} worsened`],
   ]);
+}
+
+function likely(p) {
+  return p === null ? NONE : p < 0.0001 ? "< 0.0001" : number(p, 4);
 }
 
 function flips(found, page) {

@@ -15,7 +15,10 @@ export function mount([, id], host) {
   let typing = null;
   const typed = () => {
     clearTimeout(typing);
-    typing = setTimeout(() => become({ search: search.value, page: null }), 120);
+    typing = setTimeout(() => {
+      typing = null;
+      become({ search: search.value, page: null });
+    }, 120);
   };
   const search = h("input", { type: "search", id: "samples-search", maxlength: 1000, oninput: typed });
   const filter = h("form", { role: "search", onsubmit: (event) => event.preventDefault() },
@@ -33,7 +36,7 @@ export function mount([, id], host) {
     async load(params, signal) {
       asked = { which: params.getAll("which"), search: params.get("search"), sort: params.get("sort") ?? "index", limit: SIZE, offset: (pageOf(params) - 1) * SIZE };
       for (const box of boxes) box.checked = asked.which.includes(box.value);
-      if (document.activeElement !== search) search.value = asked.search ?? "";
+      if (typing === null && document.activeElement !== search) search.value = asked.search ?? "";
       const view = get(path(["points", id]), signal);
       const page = get(path(["points", id, "samples"], asked), signal).catch((error) => {
         if (error.name === "AbortError") throw error;

@@ -2,9 +2,9 @@
 import { get, path } from "../api.js";
 import { Chart } from "../chart.js";
 import { NONE, facts, fill, h, number, state, when } from "../dom.js";
-import { become, changed, link } from "../place.js";
+import { become, link } from "../place.js";
 import { columnsOf } from "../pointtable.js";
-import { pageOf, table } from "../table.js";
+import { pageOf, table, turn } from "../table.js";
 
 const SIZE = 25;
 const MOST_RUNS = 8;
@@ -66,7 +66,7 @@ function chooser(run, names, asked, curve) {
   const box = (name, index) => h("label", {}, h("input", { type: "checkbox", id: `metric-${index}`, checked: shown.includes(name), onchange: (event) => tick(name, event.target.checked) }), ` ${name}`);
   const others = names.filter((name) => !asked.runs.includes(name));
   const add = h("select", { id: "run-add", onchange: () => add.value && become({ with: [...asked.runs.slice(1), add.value] }) }, h("option", { value: "" }, "a run…"), others.map((name) => h("option", { value: name }, name)));
-  const rid = asked.runs.slice(1).map((name) => [" ", h("a", { href: changed({ with: asked.runs.slice(1).filter((one) => one !== name) }), "data-key": `rid-${name}` }, `without ${name}`)]);
+  const rid = asked.runs.slice(1).map((name) => [" ", turn({ with: asked.runs.slice(1).filter((one) => one !== name) }, `rid-${name}`, `without ${name}`)]);
   return [
     h("label", { for: "run-suite" }, "Suite"), suites,
     curve.metrics.length ? h("fieldset", {}, h("legend", {}, "Metrics"), curve.metrics.map(box)) : null,
