@@ -49,11 +49,17 @@ class Background:
             self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            finally:
-                # Idle first: who gets the buffer next may submit at once.
-                if self._jobs.empty():
-                    self._idle.set()
-                self._buffer.release()
+        while self._ran(self._jobs.get()):  # no name of its own for a job: what it holds is let go of once it has ended
+            pass
+
+    def _ran(self, job: Job | None) -> bool:
+        if job is None:
+            return False
+        try:
+            job()
+        finally:
+            # Idle first: who gets the buffer next may submit at once.
+            if self._jobs.empty():
+                self._idle.set()
+            self._buffer.release()
+        return True

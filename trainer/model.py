@@ -150,6 +150,9 @@ def build_model(
         positions = Positions()
         gpt.rotary_pos_emb.register_forward_hook(positions)
         ddp = DistributedDataParallel(config, ddp_config, gpt)
+        # Its hooks hold it from autograd's side, where Python's collector doesn't look: model, groups and the groups'
+        # threads would stay for as long as the process lives.
+        ranks.closing.callback(ddp.grad_accs.clear)
         return Model(architecture, gpt, ddp, ranks, place, rows, dtype, positions)
 
 

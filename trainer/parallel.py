@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -109,12 +109,13 @@ class Channel:
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process among the others. `main` is the training thread's channel, `export` and `save` those of the threads
-    that write snapshots and checkpoints."""
+    that write snapshots and checkpoints. What holds on to the groups is let go of by `closing` when they end."""
 
     main: Channel
     export: Channel
     save: Channel
     device: torch.device
+    closing: ExitStack
 
     @property
     def leads(self) -> bool:
@@ -133,8 +134,8 @@ def parallel_session(config: ParallelSection, *, seed: int, threads: int | None)
     device = _device()
     _init_process_group("gloo" if device.type == "cpu" else "nccl")
     try:
-        with _megatron(config, seed, device):
-            yield Ranks(_channel(), _channel(), _channel(), device)
+        with _megatron(config, seed, device), ExitStack() as closing:
+            yield Ranks(_channel(), _channel(), _channel(), device, closing)
     finally:
         distributed.destroy_process_group()
 
