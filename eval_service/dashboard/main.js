@@ -16,11 +16,14 @@ const byId = (id) => document.getElementById(id);
 let current = null;
 let at = null;
 let under = new AbortController();
+let busy = false;
+let again = false;
 
 async function load() {
   under.abort();
   under = new AbortController();
   const { signal } = under;
+  busy = true;
   try {
     await current.load(here().params, signal);
     if (!signal.aborted) byId("fault").hidden = true;
@@ -29,7 +32,16 @@ async function load() {
     byId("fault").textContent = error.message;
     byId("fault").hidden = false;
   }
-  if (!signal.aborted) name();
+  if (signal.aborted) return; // another one is under way
+  busy = false;
+  name();
+  if (again) refresh();
+}
+
+/** As `load`, but what is under way is let end first: events that never cease would let none of them end. */
+function refresh() {
+  again = busy;
+  if (!busy) load();
 }
 
 function name() {
@@ -98,7 +110,7 @@ look();
 setInterval(look, 15000);
 follow(
   (events) => {
-    if (events.some((event) => event.kind === "reset" || current.wants(event))) load();
+    if (events.some((event) => event.kind === "reset" || current.wants(event))) refresh();
   },
   (text) => {
     byId("live").textContent = text;
