@@ -80,7 +80,12 @@ class Stand:
         engines = (
             engine("eval-0", **pinned, in_flight=in_flight, heard_at=time.time()),
             engine("eval-1", **pinned, in_flight=9, heard_at=time.time(), restarts=1),
-            engine("eval-2", state=EngineState.QUARANTINED, detail="two snapshots could not be loaded"),
+            engine(
+                "eval-2",
+                state=EngineState.QUARANTINED,
+                detail="two snapshots could not be loaded",
+                heard_at=time.time(),
+            ),
         )
         group = GroupView(
             name="eval", kind="owned", grade="cpu", desired=3, actual=3, ready=2, least=0, most=4, engines=engines
@@ -164,7 +169,7 @@ class Watched:
         self.page.on(
             "console", lambda told: self.errors.append(told.text) if told.type in ("error", "warning") else None
         )
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("pageerror", lambda error: self.errors.append(error.stack or str(error)))
         self.page.on(
             "request", lambda made: self.strays.append(made.url) if urlsplit(made.url).netloc != host else None
         )

@@ -42,13 +42,13 @@ export function mount([, id], host) {
         if (error.name === "AbortError") throw error;
         return error;
       });
-      point = await view;
+      let samples;
+      [point, samples] = await Promise.all([view, page]); // together, or one of two failures would be nobody's
       const now = JSON.stringify(point);
       if (now !== version) {
         version = now;
         await show(signal);
       }
-      const samples = await page;
       filter.hidden = samples instanceof Error && !point.samples_path;
       fill(found, samples instanceof Error ? h("p", {}, samples.message) : samplesOf(samples, asked, pageOf(params)));
     },
