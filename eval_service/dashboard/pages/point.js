@@ -37,20 +37,22 @@ export function mount([, id], host) {
       asked = { which: params.getAll("which"), search: params.get("search"), sort: params.get("sort") ?? "index", limit: SIZE, offset: (pageOf(params) - 1) * SIZE };
       for (const box of boxes) box.checked = asked.which.includes(box.value);
       if (typing === null && document.activeElement !== search) search.value = asked.search ?? "";
-      const view = get(path(["points", id]), signal);
-      const page = get(path(["points", id, "samples"], asked), signal).catch((error) => {
-        if (error.name === "AbortError") throw error;
-        return error;
-      });
+      const view = () => get(path(["points", id]), signal);
+      const page = () => (point.samples_path ? get(path(["points", id, "samples"], asked), signal).catch(told) : null);
       let samples;
-      [point, samples] = await Promise.all([view, page]); // together, or one of two failures would be nobody's
+      if (point?.samples_path) [point, samples] = await Promise.all([view(), page()]);
+      else {
+        point = await view();
+        samples = await page();
+      }
       const now = JSON.stringify(point);
       if (now !== version) {
-        version = now;
         await show(signal);
+        version = now;
       }
-      filter.hidden = samples instanceof Error && !point.samples_path;
-      fill(found, samples instanceof Error ? h("p", {}, samples.message) : samplesOf(samples, asked, pageOf(params)));
+      filter.hidden = samples === null;
+      if (samples === null) fill(found, h("p", {}, "There are none yet."));
+      else fill(found, samples instanceof Error ? h("p", {}, samples.message) : samplesOf(samples, asked, pageOf(params)));
     },
   };
 
@@ -70,6 +72,12 @@ export function mount([, id], host) {
       best ? h("a", { href: link(["compare", best.id, id]), "data-key": "best" }, `the best (step ${number(best.step)})`) : null,
       h("label", { for: "diff-with" }, "or"), pick));
   }
+}
+
+/** Samples that can't be had (deleted, say) are told in their place: the rest of the point is shown all the same. */
+function told(error) {
+  if (error.name === "AbortError") throw error;
+  return error;
 }
 
 function aboutPoint(point) {
