@@ -37,6 +37,14 @@ addEventListener('DOMContentLoaded', () => new MutationObserver((_, self) => {
   if (document.querySelector(WHAT)) { window.shownAt ??= performance.now(); self.disconnect(); }
 }).observe(document, {childList: true, subtree: true}));
 """
+_PAINTED = """new Promise((done) => {
+  const look = () => {
+    const [paint] = performance.getEntriesByName('first-contentful-paint');
+    if (paint) done(paint.startTime);
+    else setTimeout(look, 10);
+  };
+  look();
+})"""
 _FILTER = """([id, value]) => new Promise((done) => {
   const began = performance.now();
   const range = document.querySelector('.range').textContent;
@@ -86,10 +94,8 @@ def _opened(browser: Browser, address: str) -> tuple[float, float]:
     with _page(browser) as page:
         page.add_init_script(_WATCH.replace("WHAT", "'tbody tr'"))
         page.goto(address)
-        page.wait_for_function("window.shownAt")
-        paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-        page.wait_for_function(paint)
-        return page.evaluate(paint) / 1000, page.evaluate("window.shownAt") / 1000
+        page.locator("tbody tr").first.wait_for()
+        return page.evaluate(_PAINTED) / 1000, page.evaluate("window.shownAt") / 1000
 
 
 def _filters(browser: Browser, address: str, rounds: int) -> dict[str, float]:
