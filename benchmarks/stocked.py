@@ -36,6 +36,7 @@ class Stock:
 
     runs: int = 100
     steps: int = 100
+    manifest_bytes: int = 4000  # that each snapshot's row carries
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +53,7 @@ class Stock:
             spec = RunSpec(root=str(root), suites=(SUITE,), max_in_flight=100_000, keep=KEPT)
             rows[runs].append(_run(run, spec, now))
             for step in range(self.steps):
-                for table, row in _step(run, step, number * self.steps + step + 1, self.steps, root, now):
+                for table, row in _step(run, step, number * self.steps + step + 1, self, root, now):
                     rows[table].append(row)
         with database.writing() as connection:
             for table, of_it in rows.items():
@@ -66,11 +67,12 @@ def _run(run: str, spec: RunSpec, now: float) -> dict[str, Any]:
     return row | {"created_at": now - _DAY_S}
 
 
-def _step(run: str, step: int, seq: int, steps: int, root: Path, now: float) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _step(run: str, step: int, seq: int, stock: Stock, root: Path, now: float) -> Iterator[tuple[Any, dict[str, Any]]]:
     state, reason = _WITHOUT_RESULT.get(step, (PointState.DONE, None))
-    ended_at = now - _DAY_S + step * _DAY_S / (steps + 1)
+    ended_at = now - _DAY_S + step * _DAY_S / (stock.steps + 1)
     snapshot = uuid.uuid4().hex
-    yield snapshots, _snapshot(snapshot, run, step, root, ended_at, kept=step >= steps - KEPT)
+    kept = step >= stock.steps - KEPT
+    yield snapshots, _snapshot(snapshot, run, step, root, ended_at, kept=kept, padding=stock.manifest_bytes)
     point = _point(run, step, seq, ended_at) | {"snapshot_id": snapshot, "state": state, "reason": reason}
     if state is PointState.DONE:
         metric = {"value": 0.5, "stderr": 0.1, "n": 64}
@@ -82,11 +84,11 @@ def _step(run: str, step: int, seq: int, steps: int, root: Path, now: float) -> 
         yield points, point | {"score": None, "stderr": None, "metrics": "{}", "pin_proof": None}
 
 
-def _snapshot(id_: str, run: str, step: int, root: Path, at: float, *, kept: bool) -> dict[str, Any]:
+def _snapshot(id_: str, run: str, step: int, root: Path, at: float, *, kept: bool, padding: int) -> dict[str, Any]:
     digest = uuid.uuid4().hex
     row = {"id": id_, "run": run, "step": step, "path": str(root / run / f"step_{step}-{digest[:8]}")}
     row |= {"source": "staging", "claimed_digest": digest, "digest": digest, "tensor_digest": digest}
-    row |= {"nonce": uuid.uuid4().hex, "manifest": json.dumps({"padding": "x" * 4000}), "vocab_size": 128}
+    row |= {"nonce": uuid.uuid4().hex, "manifest": json.dumps({"padding": "x" * padding}), "vocab_size": 128}
     row |= {"admitted_at": at - 30, "created_at": at - 40, "settled_at": at, "held": False}
     return row | {"deleting_at": None if kept else at, "deleted_at": None if kept else at}
 

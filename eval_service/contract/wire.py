@@ -103,6 +103,7 @@ class RunView(Wire):
     points: dict[PointState, int]
     snapshots_kept: int
     metrics: dict[str, float] = Field(description="headline of the last done point, by suite")
+    scored_step: int | None = Field(default=None, description="the last step that has a score, of any suite")
 
 
 class Progress(Wire):
@@ -223,6 +224,21 @@ class PointView(Wire):
     samples_path: str | None
     held: bool = Field(default=False, description="somebody keeps its snapshot from garbage collection")
     history: tuple[AttemptView, ...] = ()
+
+
+class PointSort(StrEnum):
+    """The order of `GET /points`; what has no such value comes last."""
+
+    STEP = "step"
+    STEP_DOWN = "-step"
+    SCORE = "score"
+    SCORE_DOWN = "-score"
+    LAG = "lag_steps"
+    LAG_DOWN = "-lag_steps"
+    CREATED = "created_at"
+    CREATED_DOWN = "-created_at"
+    ENDED = "ended_at"
+    ENDED_DOWN = "-ended_at"
 
 
 class PointPage(Wire):

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
-from eval_service.gateway import dispatch, drains, events, operations, points, runs, servings
+from eval_service.gateway import dashboard, dispatch, drains, events, operations, points, runs, servings
 from eval_service.gateway.services import Services
 
 MAX_BODY_BYTES = 1 << 20
@@ -33,7 +33,7 @@ def build_app(services: Services) -> FastAPI:
         responses={"default": {"model": ErrorEnvelope, "description": "any error"}},
     )
     app.state.services = services
-    for module in (dispatch, drains, runs, points, servings, events, operations):
+    for module in (dashboard, dispatch, drains, runs, points, servings, events, operations):
         app.include_router(module.routes)
     app.add_exception_handler(EvalfleetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

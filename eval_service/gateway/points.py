@@ -12,11 +12,11 @@ from fastapi import APIRouter, Query, Response
 from eval_service.contract.errors import NotFound
 from eval_service.contract.results import Comparison, SamplePage
 from eval_service.contract.states import PointState
-from eval_service.contract.wire import PointPage, PointReport, PointView, Step
+from eval_service.contract.wire import PointPage, PointReport, PointSort, PointView, Step
 from eval_service.gateway.services import Given, Services, carried_out
 from eval_service.ledger.orders import not_on_storage
 from eval_service.suites.comparison import Page, Side, compare
-from eval_service.suites.samples import Wanted, Which, read_samples
+from eval_service.suites.samples import SampleSort, Wanted, Which, read_samples
 
 routes = APIRouter(tags=["points"])
 ASKED: dict[int | str, dict[str, Any]] = {202: {"model": PointView, "description": "written, not carried out yet"}}
@@ -29,11 +29,12 @@ def list_points(
     state: PointState | None = None,
     suite: str | None = None,
     step: Annotated[Step | None, Query()] = None,
+    sort: PointSort = PointSort.STEP,
     offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> PointPage:
-    """Points by run and step."""
-    return services.views.points(run=run, state=state, suite=suite, step=step, offset=offset, limit=limit)
+    """Points by run and step, or in another order."""
+    return services.views.points(run=run, state=state, suite=suite, step=step, sort=sort, offset=offset, limit=limit)
 
 
 @routes.get("/points/{id}")
@@ -47,13 +48,14 @@ async def get_samples(
     id: str,
     services: Given,
     which: Annotated[tuple[Which, ...], Query(description="of several, those of any")] = (Which.ALL,),
+    sort: SampleSort = SampleSort.INDEX,
     search: Annotated[str | None, Query(max_length=1000, description="in prompt, output, answer or error")] = None,
     offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
 ) -> SamplePage:
     """What the model answered, prompt by prompt."""
     point = await asyncio.to_thread(services.views.point, id)
-    return await services.storage(_samples, point, offset, limit, Wanted.of(which, search))
+    return await services.storage(_samples, point, offset, limit, Wanted.of(which, search, sort))
 
 
 @routes.get("/points/{a}/compare/{b}")

@@ -18,6 +18,7 @@ from eval_service.gateway.waiting import SharedLook, Watch
 from eval_service.ledger.advising import Advisor
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.changes import Changes
+from eval_service.ledger.curves import Curves
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import EventLog
 from eval_service.ledger.grouped import GroupedWrites
@@ -54,6 +55,7 @@ class Services:
         self.metrics = Metrics(self.views)
         self.scaling = ScaleOrders(database, groups)
         self.advisor = Advisor(database)
+        self.curves = Curves(database)
         self.endpoint = Endpoint(Servings(database), *proxy_address) if proxy_address is not None else None
         self.version = version
         self.wake = wake

@@ -18,6 +18,7 @@ from eval_service.contract.wire import (
     Metric,
     PointPage,
     PointRef,
+    PointSort,
     PointView,
     Receipt,
     RunCommandReply,
@@ -74,13 +75,14 @@ class Views:
         state: str | None = None,
         suite: str | None = None,
         step: int | None = None,
+        sort: PointSort = PointSort.STEP,
         offset: int = 0,
         limit: int = 1000,
     ) -> PointPage:
-        """Points by step, then in the order they were asked for."""
+        """Points in an order; those that are equal by step, then in the order they were asked for."""
         asked = {points.c.run: run, points.c.state: state, points.c.suite: suite, points.c.step: step}
         conditions = [column == value for column, value in asked.items() if value is not None]
-        query = _points_query().where(*conditions).order_by(points.c.run, points.c.step, points.c.seq)
+        query = _points_query().where(*conditions).order_by(*_order(sort), points.c.run, points.c.step, points.c.seq)
         with self._db.reading() as connection:
             if run is not None:
                 _run(connection, run)
@@ -233,8 +235,10 @@ def _run_views(connection: Connection, rows: Sequence[RowMapping]) -> tuple[RunV
     kept = kept.where(snapshots.c.source == Source.STAGING, *kept_of_one).group_by(snapshots.c.run)
     kept_of = {run: n for run, n in connection.execute(kept)}
     scores: dict[str, dict[str, float]] = defaultdict(dict)
-    for run, suite, score in connection.execute(_last_scores(of_one)):
+    scored_steps: dict[str, int] = {}
+    for run, suite, score, step in connection.execute(_last_scores(of_one)):
         scores[run][suite] = score
+        scored_steps[run] = max(step, scored_steps.get(run, step))
     return tuple(
         RunView(
             run=row["run"],
@@ -246,6 +250,7 @@ def _run_views(connection: Connection, rows: Sequence[RowMapping]) -> tuple[RunV
             points=counts[row["run"]],
             snapshots_kept=kept_of.get(row["run"], 0),
             metrics=scores[row["run"]],
+            scored_step=scored_steps.get(row["run"]),
         )
         for row in rows
     )
@@ -256,14 +261,23 @@ def _last_scores(of_one: Sequence[ColumnElement[bool]]) -> Select[Any]:
     counts = (points.c.state == PointState.DONE) & points.c.superseded.is_(False) & points.c.score.is_not(None)
     last_first = (points.c.step.desc(), points.c.seq.desc())
     place = func.row_number().over(partition_by=(points.c.run, points.c.suite), order_by=last_first).label("place")
-    ranked = select(points.c.run, points.c.suite, points.c.score, place).where(counts, *of_one).subquery()
-    return select(ranked.c.run, ranked.c.suite, ranked.c.score).where(ranked.c.place == 1)
+    ranked = (
+        select(points.c.run, points.c.suite, points.c.score, points.c.step, place).where(counts, *of_one).subquery()
+    )
+    return select(ranked.c.run, ranked.c.suite, ranked.c.score, ranked.c.step).where(ranked.c.place == 1)
 
 
 def _run_state(row: RowMapping) -> str:
     if row["deleted_at"] is not None:
         return "deleting"
     return "paused" if row["paused"] else str(row["state"])
+
+
+def _order(sort: PointSort) -> list[ColumnElement[Any]]:
+    if sort is PointSort.STEP:
+        return []  # by run first, as an index has them
+    column = points.c[sort.removeprefix("-")]
+    return [(column.desc() if sort.startswith("-") else column.asc()).nulls_last()]
 
 
 def _points_query() -> Select[Any]:

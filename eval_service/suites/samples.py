@@ -65,17 +65,32 @@ class Which(StrEnum):
     UNPARSED = "unparsed"  # no extractor found an answer
 
 
+class SampleSort(StrEnum):
+    """The order of samples, by one of their numbers; those without it come last."""
+
+    INDEX = "index"
+    INDEX_DOWN = "-index"
+    SCORE = "score"
+    SCORE_DOWN = "-score"
+    TOKENS = "output_tokens"
+    TOKENS_DOWN = "-output_tokens"
+    LATENCY = "latency_s"
+    LATENCY_DOWN = "-latency_s"
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What samples are looked for: some kinds (none: all of them), and a text in prompt, output, answer or error."""
+    """What samples are looked for: some kinds (none: all of them), and a text in prompt, output, answer or error; and
+    in which order."""
 
     kinds: frozenset[Which] = frozenset()
     text: str = ""
+    sort: SampleSort = SampleSort.INDEX
 
     @classmethod
-    def of(cls, kinds: Collection[Which] = (), text: str | None = None) -> Wanted:
+    def of(cls, kinds: Collection[Which] = (), text: str | None = None, sort: SampleSort = SampleSort.INDEX) -> Wanted:
         """`all` among the kinds is all."""
-        return cls(frozenset() if Which.ALL in kinds else frozenset(kinds), text or "")
+        return cls(frozenset() if Which.ALL in kinds else frozenset(kinds), text or "", sort)
 
 
 def write_samples(path: Path, samples: Iterable[SampleView]) -> int:
@@ -134,9 +149,10 @@ def read_samples(path: Path, *, offset: int = 0, limit: int = 100, wanted: Wante
         NotFound: no such file.
     """
     with open_samples(path) as file:
-        matching = _matching(file, wanted)
+        matching = _sorted(file, _matching(file, wanted), wanted.sort)
         rows = list(matching[offset : offset + limit])
-        return SamplePage(samples=tuple(rows_at(file, rows)), total=len(matching))
+        by_row = dict(zip(sorted(rows), rows_at(file, sorted(rows)), strict=True))
+        return SamplePage(samples=tuple(by_row[row] for row in rows), total=len(matching))
 
 
 def open_samples(path: Path) -> Any:
@@ -202,6 +218,19 @@ def _matching(file: Any, wanted: Wanted) -> Sequence[int]:
             found += [start + row for row in _in_group(file, group, wanted)]
         start += rows
     return found
+
+
+def _sorted(file: Any, matching: Sequence[int], sort: SampleSort) -> Sequence[int]:
+    """The rows in the wanted order; reads one narrow column for it. The file's own order is that of `index`."""
+    if sort is SampleSort.INDEX:
+        return matching
+    if sort is SampleSort.INDEX_DOWN:
+        return matching[::-1]
+    name = sort.removeprefix("-")
+    rows = pa.array(matching, pa.int64())
+    table = pa.table({name: file.read(columns=[name])[name].take(rows)})
+    order = "descending" if sort.startswith("-") else "ascending"
+    return list(rows.take(pc.sort_indices(table, sort_keys=[(name, order)])).to_pylist())
 
 
 def _in_group(file: Any, group: int, wanted: Wanted) -> list[int]:
