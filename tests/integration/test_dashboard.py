@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.browser import chromium
+from tests.support.browser import chromium, find_chromium
 from tests.support.dashboard import ALARMED, BEST, FAULTY, HOSTILE, Stand, Watched
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -21,6 +21,10 @@ PATIENCE_MS = 30_000  # two cores, and others use them
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    try:
+        find_chromium()
+    except FileNotFoundError as exc:
+        pytest.skip(str(exc))
     with chromium() as found:
         yield found
 
