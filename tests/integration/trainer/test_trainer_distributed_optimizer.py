@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainer.checkpoint import CheckpointStore
 from trainer.config import ParallelSection, TrainSection
 from trainer.cpu_megatron import _TorchOnCpu
 from trainer.data import load_dataset
+from trainer.mcore import DistributedDataParallelConfig
 from trainer.parallel import Ranks, parallel_session
 from trainer.saving import CheckpointWriter
 from trainer.training import Training, build_training
@@ -52,7 +52,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         monkeypatch.setattr(
             torch.Tensor, "type", lambda tensor, *args: kind(tensor, *args) if args else KINDS[tensor.dtype]
         )
-        config = partial(trainer_model.DistributedDataParallelConfig)
+        config = DistributedDataParallelConfig
         monkeypatch.setattr(
             trainer_model,
             "DistributedDataParallelConfig",
