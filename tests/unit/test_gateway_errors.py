@@ -21,7 +21,7 @@ ROUTES = {
     *("PUT /runs/{run}", "GET /runs", "GET /runs/{run}", "DELETE /runs/{run}"),
     *(f"POST /runs/{{run}}/{verb}" for verb in ("progress", "pause", "resume", "cancel", "backfill")),
     *("GET /points", "GET /points/{id}", "GET /points/{id}/samples", "GET /points/{a}/compare/{b}"),
-    "GET /runs/{run}/advice",
+    *("GET /runs/{run}/advice", "GET /runs/{run}/curve", "GET /drains"),
     *(f"POST /points/{{id}}/{verb}" for verb in ("report", "retry", "cancel", "hold", "release")),
     *("GET /fleet", "POST /fleet/{group}/scale", "GET /healthz", "GET /readyz", "GET /metrics"),
     *(f"{method} /points/{{id}}/serve" for method in ("POST", "GET", "DELETE")),
