@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Seconds on two cores; what goes over is told, so that a tier is trimmed before CI feels it.
 BUDGETS_S = {"unit": 120, "integration": 420, "e2e": 960}
@@ -15,6 +16,11 @@ ROOT = Path(__file__).parent
 # Nothing in the tests may reach for a model hub or phone home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# The same examples in every run: a test that fails does so again. HYPOTHESIS_PROFILE=explore looks for others.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,6 +31,8 @@ def t_two_sided(t: float, df: int) -> float:
     """The chance of a Student's t at least as far from 0."""
     if math.isinf(t):
         return 0.0
+    if t * t < df:  # by the other tail: 1 - df / (df + t * t) would lose its digits
+        return 1.0 - incomplete_beta(0.5, df / 2, t * t / (df + t * t))
     return incomplete_beta(df / 2, 0.5, df / (df + t * t))
 
 
