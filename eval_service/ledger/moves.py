@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, and_, delete, func, insert, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.results import Alarm, Direction, Metric
@@ -21,7 +21,7 @@ from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.events import fleet_changed
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
-from eval_service.ledger.schema import attempts, links, points, runs, snapshots
+from eval_service.ledger.schema import attempts, links, points, runs, servings, snapshots
 from eval_service.ledger.turn import END_STATES, LIVE_STATES, Turn, turn
 
 
@@ -164,13 +164,15 @@ class Moves:
     # --- admission
 
     def unadmitted(self) -> list[Unadmitted]:
-        """Snapshots that queued points wait for."""
+        """Snapshots that queued points wait for, or people to whom an ended point is to be served."""
+        since = func.coalesce(servings.c.asked_at, points.c.queued_at).label("queued_at")
         query = (
-            select(snapshots, points.c.queued_at, runs.c.spec, links.c.path.label("links"), links.c.why_not)
+            select(snapshots, since, runs.c.spec, links.c.path.label("links"), links.c.why_not)
             .join(points, points.c.snapshot_id == snapshots.c.id)
             .join(runs, runs.c.run == snapshots.c.run)
             .outerjoin(links, links.c.snapshot == snapshots.c.id)
-            .where(points.c.state == PointState.QUEUED, snapshots.c.admitted_at.is_(None))
+            .outerjoin(servings, servings.c.point == points.c.id)
+            .where((points.c.state == PointState.QUEUED) | is_open(self._db.clock()), snapshots.c.admitted_at.is_(None))
             .order_by(points.c.seq)
         )
         with self._db.reading() as connection:
@@ -194,6 +196,9 @@ class Moves:
         """The checks passed: keep what they found, and let newer points supersede older ones."""
         with self._turn() as turn:
             known = {"vocab_size": facts.vocab_size, "admitted_at": turn.now}
+            before = turn.connection.execute(select(snapshots.c.digest).where(snapshots.c.id == snapshot)).scalar_one()
+            if before not in (None, facts.manifest.digest):
+                _close_servings(turn, snapshot)  # it is no longer what the point was evaluated on
             _describe(turn, snapshot, facts.manifest, **known)
             for row in turn.points_on(snapshot, PointState.QUEUED):
                 turn.supersede(row["id"], facts.manifest.digest)
@@ -207,6 +212,7 @@ class Moves:
         with self._turn() as turn:
             if manifest is not None:
                 _describe(turn, snapshot, manifest)
+            _close_servings(turn, snapshot)
             for row in turn.points_on(snapshot, PointState.QUEUED):
                 turn.end(row["id"], PointState.SKIPPED, reason, detail)
 
@@ -352,6 +358,16 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
         "suite_digest": result.suite_digest,
         "alarms": watching.to_text(result.alarms),
     }
+
+
+def is_open(now: float) -> ColumnElement[bool]:
+    """Of points with their servings: whether one is to be served."""
+    return and_(servings.c.closed_at.is_(None), servings.c.until > now, points.c.state.in_(END_STATES))
+
+
+def _close_servings(turn: Turn, snapshot: str) -> None:
+    of_it = select(points.c.id).where(points.c.snapshot_id == snapshot)
+    turn.connection.execute(update(servings).where(servings.c.point.in_(of_it)).values(closed_at=turn.now))
 
 
 def _unadmitted(row: RowMapping) -> Unadmitted:

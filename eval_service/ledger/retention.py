@@ -181,9 +181,11 @@ class Retention:
         return [Held(*row) for row in rows]
 
     def let_go(self) -> list[Held]:
-        """Forget the links to snapshots that have settled, and return them; a retry holds and checks them anew."""
+        """Forget the links to snapshots that have settled and are not served, and return them; who comes to need one
+        again holds and checks it anew."""
         query = select(links.c.snapshot, snapshots.c.run, links.c.path)
-        query = query.join(snapshots, snapshots.c.id == links.c.snapshot).where(snapshots.c.settled_at.is_not(None))
+        query = query.join(snapshots, snapshots.c.id == links.c.snapshot)
+        query = query.where(snapshots.c.settled_at.is_not(None), links.c.snapshot.not_in(_served()))
         with self._db.looking(self._epoch) as connection:  # most looks find nothing
             if connection.execute(query.limit(1)).first() is None:
                 return []

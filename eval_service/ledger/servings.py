@@ -16,7 +16,7 @@ from eval_service.contract.errors import Conflict, NotFound
 from eval_service.contract.manifest import Manifest
 from eval_service.ledger.commands import with_snapshot
 from eval_service.ledger.database import Database
-from eval_service.ledger.moves import Runnable, runnable_of, runnables
+from eval_service.ledger.moves import Runnable, is_open, runnable_of, runnables
 from eval_service.ledger.schema import points, runs, servings, snapshots
 from eval_service.ledger.turn import END_STATES
 
@@ -59,8 +59,8 @@ class Servings:
             row = connection.execute(with_snapshot().where(points.c.id == point)).mappings().one_or_none()
             if row is None:
                 raise NotFound(f"no point {point}", field="id")
-            query = select(snapshots.c.admitted_at).where(snapshots.c.id == row["snapshot_id"])
-            _check(row, admitted=connection.execute(query).scalar_one_or_none() is not None)
+            query = select(snapshots.c.manifest).where(snapshots.c.id == row["snapshot_id"])
+            _check(row, known=connection.execute(query).scalar_one_or_none() is not None)
             now = self._db.clock()
             given = {"until": now + for_s, "closed_at": None}
             if connection.execute(update(servings).where(servings.c.point == point).values(**given)).rowcount == 0:
@@ -106,12 +106,16 @@ class ServingMoves:
         self.epoch = epoch
 
     def look(self) -> tuple[list[Runnable], list[str]]:
-        """What is to be served now; and the points whose serving has ended, by whatever it was."""
+        """What is to be served now; and the points whose serving has ended, by whatever it was.
+
+        One whose snapshot is being checked anew, since nobody has held it since its point ended, is neither.
+        """
         with self._db.looking(self.epoch) as connection:
             marked = list(connection.execute(select(servings.c.point)).scalars())
-            rows = connection.execute(_live(self._db.clock())).mappings().all() if marked else ()
-        live = [runnable_of(row) for row in rows]
-        return live, sorted(set(marked) - {point.id for point in live})
+            live = _live(self._db.clock()).add_columns(snapshots.c.admitted_at)
+            rows = connection.execute(live).mappings().all() if marked else ()
+        over = set(marked) - {row["id"] for row in rows}
+        return [runnable_of(row) for row in rows if row["admitted_at"] is not None], sorted(over)
 
     def manifest(self, point: str) -> Manifest:
         """Of a point's snapshot."""
@@ -133,14 +137,12 @@ class ServingMoves:
 
 
 def _live(now: float) -> Select[Any]:
-    wanted = and_(servings.c.closed_at.is_(None), servings.c.until > now, points.c.state.in_(END_STATES))
-    there = and_(snapshots.c.deleting_at.is_(None), snapshots.c.admitted_at.is_not(None), runs.c.deleted_at.is_(None))
-    return (
-        runnables().join(servings, servings.c.point == points.c.id).where(wanted, there).order_by(servings.c.asked_at)
-    )
+    there = and_(snapshots.c.deleting_at.is_(None), runs.c.deleted_at.is_(None))
+    query = runnables().join(servings, servings.c.point == points.c.id)
+    return query.where(is_open(now), there).order_by(servings.c.asked_at)
 
 
-def _check(row: RowMapping, *, admitted: bool) -> None:
+def _check(row: RowMapping, *, known: bool) -> None:
     if row["state"] not in END_STATES:
         hint = "a lane is driven by the controller or by the proxy: wait until it has ended, or cancel it"
         raise Conflict(f"the point is {row['state']}", field="id", hint=hint)
@@ -148,7 +150,7 @@ def _check(row: RowMapping, *, admitted: bool) -> None:
         raise Conflict("its run is being deleted", field="id")
     if row["deleting_at"] is not None or row["deleted_at"] is not None:
         raise Conflict(f"its snapshot {row['path']} was deleted", field="id", hint="hold a snapshot to keep it")
-    if not admitted:
+    if not known:
         raise Conflict("no snapshot of it has passed the checks", field="id", hint="`evalfleet doctor` tells why")
 
 

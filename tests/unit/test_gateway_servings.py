@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.serving import ServingView
+from eval_service.contract.states import PointState, Reason
+from eval_service.ledger.moves import Facts
 from eval_service.ledger.servings import Outlook, ServingMoves
 from tests.support.api import Api
 
@@ -75,3 +77,37 @@ def test_a_proxy_that_listens_everywhere_is_told_by_the_name_that_the_service_wa
     api = Api(tmp_path, proxy_host="0.0.0.0")
     point = api.ledger.done(1)
     assert api.post(f"/points/{point}/serve", {}, status=202)["url"].startswith("http://gateway:8710/lanes/")
+
+
+def let_go_of(api: Api, step: int) -> str:
+    """A point that has ended, whose snapshot nobody has held since, so that it may be another by now."""
+    point = api.ledger.done(step)
+    snapshot = str(api.ledger.snapshot(step)["id"])
+    api.ledger.moves.note_links(snapshot, "/links")
+    assert [held.snapshot for held in api.ledger.retention.let_go()] == [snapshot]
+    return point
+
+
+def test_what_was_let_go_of_is_checked_anew_before_it_is_served_and_then_held(api: Api) -> None:
+    point = let_go_of(api, 1)
+    api.post(f"/points/{point}/serve", {"for_s": 60}, status=202)
+    assert moves(api).look() == ([], []), "neither served nor over"
+    snapshot = api.ledger.moves.unadmitted()[0].id
+    api.ledger.moves.note_links(snapshot, "/links")
+    api.ledger.admit()
+    assert [found.id for found in moves(api).look()[0]] == [point]
+    assert api.ledger.retention.let_go() == [], "as long as it is served"
+    api.ledger.clock.turn(61)
+    moves(api).forget(moves(api).look()[1])
+    assert [held.snapshot for held in api.ledger.retention.let_go()] == [snapshot]
+
+
+def test_what_is_gone_or_another_by_now_is_not_served_and_its_point_stays_as_it_was(api: Api) -> None:
+    gone, other = let_go_of(api, 1), let_go_of(api, 2)
+    for point in (gone, other):
+        api.post(f"/points/{point}/serve", {}, status=202)
+    first, second = api.ledger.moves.unadmitted()
+    api.ledger.moves.refuse(first.id, Reason.CKPT_MISSING, "it is gone")
+    api.ledger.moves.admit(second.id, Facts(api.ledger.manifest(2, "b" * 32), vocab_size=32))
+    assert moves(api).look() == ([], sorted([gone, other]))
+    assert [api.ledger.state(point) for point in (gone, other)] == [PointState.DONE] * 2
