@@ -64,7 +64,8 @@ def test_a_plan_says_who_gets_which_gpu_and_starts_nothing(run_file: Path) -> No
     """Also where the host it is made on has no GPU, and the one it is made for has."""
     base = run_file.parent
     fleet = (base / "fleet.toml").read_text()
-    fleet = fleet.replace('grade = "sglang-cpu"', "").replace("num_gpus_per_engine = 0", "num_gpus_per_engine = 2")
+    of_eval = fleet[: fleet.index("[groups.judge]")]
+    fleet = of_eval.replace('grade = "sglang-cpu"', "").replace("num_gpus_per_engine = 0", "num_gpus_per_engine = 2")
     (base / "fleet.toml").write_text(fleet)
     before = {path for path in base.rglob("*")}
     blocked = {"RAY_ADDRESS": "no:1", "NO_PROXY": "*"}
