@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -137,8 +138,13 @@ def test_a_bad_manifest_in_the_ledger_ends_its_point_and_keeps_no_other_from_its
 # --- what is not ours to keep
 
 
-def is_held(place: Path, count: int) -> bool:
-    return len(list(place.glob(".held-*/model.safetensors"))) == count
+def is_held(run: Path, place: Path) -> bool:
+    """Whether all of a checkpoint's files are linked, and not just the first of them."""
+    files = list(place.iterdir())
+    return any(
+        all((held / file.name).exists() and (held / file.name).samefile(file) for file in files)
+        for held in run.glob(".held-*")
+    )
 
 
 def checkpoint(stand: Stand, run: str, step: int, source: str) -> Path:
@@ -161,7 +167,7 @@ def test_a_trainer_that_rotates_its_checkpoints_away_loses_no_point_and_gets_its
             for step in range(1, 4):
                 place = checkpoint(stand, "r", step, source)
                 points.append(stand.dispatch_path("r", step, place, source=source))
-                await stand.until(partial(is_held, held, step))
+                await stand.until(partial(is_held, held, place))
                 shutil.rmtree(place)
             stand.start_engine("e0")
             views = await stand.until_ended(*points)
@@ -186,7 +192,8 @@ def test_where_hard_links_can_not_be_had_a_checkpoint_that_vanishes_is_missing_a
             point = stand.dispatch_path("r", 1, place, source="caller")
             await stand.until(lambda: len(stand.acting._moves.runnable()) == 1)
             shutil.rmtree(place)
-            stand.acting._service = stand.acting._service.model_copy(update={"visibility_timeout_s": 0.2})
+            hurried = stand.acting._service.model_copy(update={"visibility_timeout_s": 0.2})
+            stand.acting._pins = replace(stand.acting._pins, service=hurried)
             stand.start_engine("e0")
             [view] = await stand.until_ended(point)
             assert (view.state, view.reason) == (PointState.SKIPPED, Reason.CKPT_MISSING)

@@ -37,6 +37,7 @@ from eval_service.controller.acting import Parts
 from eval_service.controller.core import Controller
 from eval_service.controller.fleet import Engine
 from eval_service.controller.lane import Lane
+from eval_service.controller.sizing import Sizes
 from eval_service.engine.attached import Attachment
 from eval_service.engine.fake import fake_canary
 from eval_service.engine.pin import SystemClock
@@ -261,7 +262,8 @@ class Stand:
         }
         config = GroupConfig.model_validate(table)
         await self.until(lambda: self.acting)
-        self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
+        groups = self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
+        self.acting._sizes = Sizes(groups, {}, self.clock)
         options = BootOptions(log=self.root / "none")
         link, boot = self.link, Attachment(engine.url)
         runner = EngineRunner(
