@@ -178,7 +178,8 @@ class Controller:
     async def _rest(self) -> bool:
         """Wait for the next tick; whether somebody asked for it."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), TICK_S)
+            async with asyncio.timeout(TICK_S):  # wait_for would lose a cancellation that comes together with a wake
+                await self._wake.wait()
         woken = self._wake.is_set()
         self._wake.clear()
         return woken

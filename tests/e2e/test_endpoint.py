@@ -39,10 +39,9 @@ def _dispatch(live: Live, step: int, suite: str = SUITE) -> str:
 def point(live: Live) -> PointView:
     live.wait_engines()
     live.client.put_run(RUN, RunSpec(root=str(live.root), suites=(SUITE,), max_in_flight=10))
-    _dispatch(live, 0)
-    [done] = live.ended(RUN, 1)
-    assert done.state is DONE
-    return done
+    asked = _dispatch(live, 0)
+    wait_for(lambda: live.client.point(asked).state is DONE, "the point to be done")
+    return live.client.point(asked)
 
 
 @pytest.fixture

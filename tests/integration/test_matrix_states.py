@@ -48,6 +48,8 @@ async def held_in(stand: Stand, state: PointState) -> str:
         stand.hold_scoring()
     point = stand.dispatch("r", 1)
     await stand.until_state(point, state)
+    if state is PointState.QUEUED:  # and checked: it is an engine that it waits for
+        await stand.until(stand.acting._moves.runnable)
     return point
 
 
