@@ -41,7 +41,7 @@ class Told:
     latency_s: float
 
 
-class LaneLM(TemplateLM):  # type: ignore[misc]
+class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """See the module's docstring. `told` are the answers' circumstances, by the request's arguments."""
 
     def __init__(

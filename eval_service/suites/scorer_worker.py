@@ -23,9 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import eval_service.suites.code_scorer
-import eval_service.suites.library_scorers  # noqa: F401 - importing registers them
-from eval_service.suites.scorers import Unparsed, called, user_function
+from eval_service.suites.scorers import Unparsed, called, load_all, user_function
 
 # The alarm is the second line: in time, it is the parent that ends a scorer that hangs.
 _ALARM_GRACE_S = 5.0
@@ -38,6 +36,7 @@ def main(argv: list[str]) -> None:
         return
     descriptor, timeout_s, *modules = argv
     connection = Connection(int(descriptor))
+    load_all()
     for module in modules:
         importlib.import_module(module)
     try:

@@ -36,6 +36,16 @@ class Scorer:
 
 
 SCORERS: dict[str, Scorer] = {}
+# Scorers that need more than the standard library; only the processes that score load them.
+_FURTHER = ("eval_service.suites.code_scorer", "eval_service.suites.packaged_scorers")
+
+
+def load_all() -> None:
+    """Have every scorer of ours in `SCORERS`."""
+    for module in _FURTHER:
+        importlib.import_module(module)
+
+
 _F = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,8 @@ import pytest
 
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import EngineState
+from tests.support.bounded import go
 from tests.support.controller_stand import Stand
-
-Body = Callable[[], Awaitable[None]]
-
-
-def go(body: Body, *, timeout_s: float = 90) -> None:
-    """Run a test's body under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture

@@ -17,17 +17,8 @@ from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
+from tests.support.bounded import go
 from tests.support.controller_stand import Stand
-
-
-def go(body: Callable[[], Awaitable[None]], *, timeout_s: float = 90) -> None:
-    """Run a test's body under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,8 @@ import pytest
 from eval_service.contract.states import PointState, Reason
 from eval_service.engine.fake import fake_logprobs
 from eval_service.suites.suite import load_suites
+from tests.support.bounded import go
 from tests.support.controller_stand import SUITE, Stand
-
-
-def go(body: Callable[[], Awaitable[None]], *, timeout_s: float = 90) -> None:
-    """Run a test's body under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
 
 
 def stand_with(root: Path, rows: list[dict[str, object]], more: str, *, frozen: bool = False) -> Stand:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,11 @@ from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves
+from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
-Body = Callable[[], Awaitable[None]]
 LIVE = [PointState.PINNING, PointState.RUNNING, PointState.SCORING]
 KNOBS = {"latency_s": 0.02}
-
-
-def go(body: Body, *, timeout_s: float = 90) -> None:
-    """Run a test's body under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture

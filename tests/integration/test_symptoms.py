@@ -7,7 +7,7 @@ import errno
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,18 +24,9 @@ from eval_service.gateway.app import build_app
 from eval_service.gateway.services import Services
 from eval_service.ledger.bounds import Bounds
 from eval_service.suites.samples import write_samples
+from tests.support.bounded import go
 from tests.support.controller_stand import SUITE, Stand
 from tests.support.engine_model import make_model
-
-
-def go(body: Callable[[], Awaitable[None]], *, timeout_s: float = 90) -> None:
-    """Run a test's body under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
 
 
 @pytest.fixture

@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval_service.suites import code_scorer, library_scorers
 from eval_service.suites.choosing import choice_note, choice_score
 from eval_service.suites.code_scorer import program_in
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import split_choice
 from eval_service.suites.scorer_config import SCORER_CONFIGS, Judge
-from eval_service.suites.scorers import SCORERS, Unparsed, extract, number_in
+from eval_service.suites.scorers import SCORERS, Unparsed, extract, load_all, number_in
 
-assert code_scorer
-assert library_scorers
+load_all()
 UNPARSED = "unparsed"
 
 
