@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval_service.contract.errors import ConfigError
+from eval_service.objects.config import ObjectsConfig
 from eval_service.trackers.config import TracesConfig, TrackerConfig, WebhookConfig
 
 EVAL_GROUP = "eval"
@@ -134,6 +135,7 @@ class FleetConfig(Section):
     trackers: dict[str, TrackerConfig] = Field(default_factory=dict, description="who is told of every point")
     webhooks: dict[str, WebhookConfig] = Field(default_factory=dict, description="who is told of news")
     traces: TracesConfig | None = Field(default=None, description="OpenTelemetry traces of points; None: none")
+    objects: ObjectsConfig | None = Field(default=None, description="object stores of snapshots; None: none")
 
     @model_validator(mode="after")
     def _webhooks_are_allowed(self) -> Self:
@@ -202,7 +204,10 @@ def load_fleet(path: Path) -> FleetConfig:
         name: tracker.model_copy(update={"path": base / tracker.path if tracker.path else None})
         for name, tracker in config.trackers.items()
     }
-    return config.model_copy(update={"service": service, "groups": groups, "trackers": trackers})
+    objects = config.objects
+    if objects is not None and objects.cache_dir is not None:
+        objects = objects.model_copy(update={"cache_dir": base / objects.cache_dir})
+    return config.model_copy(update={"service": service, "groups": groups, "trackers": trackers, "objects": objects})
 
 
 def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Config:

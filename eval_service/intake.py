@@ -17,6 +17,7 @@ from eval_service.contract.manifest import validation_message
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.plain_files import read_plain
 from eval_service.contract.wire import DispatchRequest, Source
+from eval_service.objects.urls import is_url
 
 _MAX_BYTES = 4 << 20
 _REQUESTS = TypeAdapter(tuple[DispatchRequest, ...])
@@ -118,6 +119,8 @@ def _check_outbox_request(request: DispatchRequest, directory: Path, run: str) -
     _check_run(request, run)
     if request.snapshot is None:
         raise InvalidRequest("names no snapshot", field="snapshot", hint="only exported snapshots wait in an outbox")
+    if is_url(request.snapshot):
+        return  # it is judged where it is taken in
     if request.source is Source.STAGING and _resolved(request.snapshot).parent != directory.resolve():
         raise InvalidRequest(f"{request.snapshot} is not of this run's directory", field="snapshot")
 

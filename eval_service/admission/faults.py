@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from eval_service.contract.errors import SnapshotFault, SnapshotMissing, SnapshotUnsafe
+from eval_service.contract.errors import SnapshotAltered, SnapshotFault, SnapshotMissing, SnapshotUnsafe
 
 
 class FaultCode(StrEnum):
@@ -14,12 +14,14 @@ class FaultCode(StrEnum):
 
     MISSING = SnapshotMissing.code  # no directory, marker or manifest (yet): ask again within the visibility timeout
     UNSAFE = SnapshotUnsafe.code  # outside the allowed roots, or a link that leads out
+    ALTERED = SnapshotAltered.code  # what an object store holds is not what its manifest says
     INVALID = SnapshotFault.code  # it is there and is not what it says
 
 
 _ERRORS = {
     FaultCode.MISSING: SnapshotMissing,
     FaultCode.UNSAFE: SnapshotUnsafe,
+    FaultCode.ALTERED: SnapshotAltered,
     FaultCode.INVALID: SnapshotFault,
 }
 _MAX_CHARS = 1000
@@ -38,6 +40,11 @@ class Fault:
     message: str
     hint: str | None = None
     may_appear: bool = False
+
+    @classmethod
+    def of(cls, error: SnapshotFault) -> Fault:
+        """One that was raised where a snapshot was fetched; its message begins with its code."""
+        return cls(FaultCode(error.code), error.field or "snapshot", f"{error.code}: {error.message}", error.hint)
 
     def error(self, others: int = 0) -> SnapshotFault:
         """The contract's error for this fault; `others` is how many more there are."""

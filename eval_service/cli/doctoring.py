@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +15,7 @@ import typer
 
 from eval_service.cli import options
 from eval_service.cli.output import print_json
-from eval_service.contract.errors import EvalfleetError, InvalidRequest
+from eval_service.contract.errors import EvalfleetError, InvalidRequest, SnapshotFault
 
 if TYPE_CHECKING:
     from eval_service.admission.checks import Report
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    snapshot: Annotated[Path, typer.Argument(metavar="SNAPSHOT", help="A snapshot's directory.")],
+    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="A snapshot's directory, or its URL.")],
     engine: Annotated[
         bool, typer.Option("--engine", help="Load it into an engine too, and compare its canary.")
     ] = False,
@@ -32,8 +35,8 @@ def doctor(
 
     if fleet is not None and not engine:
         raise InvalidRequest("goes with --engine", field="fleet", hint="add --engine")
-    found = admission.examine(snapshot)
-    trial = _try_out(found, fleet) if engine and found.ok else None
+    with _examined(snapshot) as found:
+        trial = _try_out(found, fleet) if engine and found.ok else None
     if as_json:
         print_json(admission.as_json(found) | ({"engine": _as_json(trial)} if engine else {}))
     else:
@@ -41,6 +44,33 @@ def doctor(
         if engine:
             typer.echo(_render(trial))
     raise typer.Exit(admission.exit_code(found) or int(trial is not None and not trial.ok))
+
+
+@contextmanager
+def _examined(snapshot: str) -> Iterator[Report]:
+    """What the checks find; what is in an object store is fetched for as long as that is looked at."""
+    from eval_service.admission import doctor as admission
+    from eval_service.admission.checks import Report
+    from eval_service.admission.faults import Fault
+    from eval_service.objects.config import ObjectsConfig
+    from eval_service.objects.places import Places
+    from eval_service.objects.urls import check_url, is_url, last_of, parent_of
+
+    if not is_url(snapshot):
+        yield admission.examine(Path(snapshot))
+        return
+    url = check_url(snapshot, "snapshot")
+    with tempfile.TemporaryDirectory(prefix="evalfleet-doctor-") as scratch:
+        config = ObjectsConfig(prefixes=(parent_of(url),), cache_bytes=sys.maxsize)
+        try:
+            lease = Places(config, Path(scratch)).hold(url, None)
+        except SnapshotFault as exc:
+            yield Report(Path(last_of(url)), None, None, (Fault.of(exc),))
+            return
+        try:
+            yield admission.examine(lease.path)
+        finally:
+            lease.release()
 
 
 def _try_out(found: Report, fleet: Path | None) -> Trial:

@@ -23,6 +23,9 @@ from eval_service.cli import (
     launching,
     reading,
     serving,
+    showing,
+    topping,
+    uploading,
     watching,
 )
 from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
@@ -33,7 +36,6 @@ app = typer.Typer(
     name="evalfleet",
     help="Evaluates every checkpoint of a training run while the run goes on.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -43,6 +45,9 @@ app.command("status")(reading.status)
 app.command("fleet")(reading.fleet)
 app.command("runs")(reading.runs)
 app.command("points")(reading.points)
+app.command("show")(showing.show)
+app.command("top")(topping.top)
+app.command("upload")(uploading.upload)
 app.command("samples")(reading.samples)
 app.command("compare")(comparing.compare)
 app.command("diff")(comparing.diff)
@@ -77,7 +82,7 @@ def exit_code(error: EvalfleetError) -> int:
 def main() -> None:
     """Run the command line; every error of ours is one line on stderr."""
     try:
-        app()
+        app(prog_name="evalfleet")
     except EvalfleetError as error:
         print(f"evalfleet: error: {error}", file=sys.stderr)
         sys.exit(exit_code(error))

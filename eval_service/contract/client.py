@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
+from eval_service.contract.curves import DrainPage
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
 from eval_service.contract.names import check_run
 from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
@@ -44,6 +45,7 @@ LONG_POLL_S = 20.0
 COMPARE_S = 20.0  # more than other reads: it goes through all samples of two points
 _PACE_S = 0.2
 _Model = TypeVar("_Model", bound=BaseModel)
+_Runs = RootModel[tuple[RunView, ...]]
 
 
 class EvalClient:
@@ -242,6 +244,14 @@ class EvalClient:
     def run(self, run: str) -> RunView:
         """One run."""
         return self._call(RunView, "GET", f"/runs/{check_run(run)}")
+
+    def runs(self) -> tuple[RunView, ...]:
+        """All runs, oldest first."""
+        return self._call(_Runs, "GET", "/runs").root
+
+    def drains(self, **query: str | int) -> DrainPage:
+        """Drains, the newest first."""
+        return self._call(DrainPage, "GET", "/drains", params=query)
 
     def points(self, **query: str | int) -> PointPage:
         """Points by run, state, suite, step."""

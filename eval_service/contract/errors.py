@@ -6,8 +6,10 @@ EvalfleetError
 ├── Conflict              409  the same reservation with another path, or an end that can't be left so
 ├── Busy                  429  backpressure: ask again
 ├── Unavailable           503  the ledger can't be written, or the service can't be reached
+│   └── StoreUnavailable       an object store can't be reached, or does not answer in time
 ├── SnapshotFault         422  a snapshot directory that is not what it says
 │   ├── SnapshotMissing        no directory, or no completion marker (yet)
+│   ├── SnapshotAltered        an object is not what the manifest says: cut short, changed or gone
 │   └── SnapshotUnsafe         a path outside the allowed roots, or a link that leads out
 └── ConfigError           422  a configuration file that can't work
 """
@@ -95,6 +97,12 @@ class Unavailable(EvalfleetError):
     status = 503
 
 
+class StoreUnavailable(Unavailable):
+    """An object store can't be reached, or does not answer in time; it is tried again."""
+
+    code = "store_unavailable"
+
+
 class SnapshotFault(EvalfleetError):
     """A snapshot directory that is not what it says; the message names the file or tensor."""
 
@@ -106,6 +114,12 @@ class SnapshotMissing(SnapshotFault):
     """No such directory, or its completion marker is not there (yet)."""
 
     code = "ckpt_missing"
+
+
+class SnapshotAltered(SnapshotFault):
+    """An object in a store is not what the snapshot's manifest says: cut short, changed, or gone."""
+
+    code = "snapshot_altered"
 
 
 class SnapshotUnsafe(SnapshotFault):
@@ -129,8 +143,10 @@ BY_CODE: dict[str, type[EvalfleetError]] = {
         Conflict,
         Busy,
         Unavailable,
+        StoreUnavailable,
         SnapshotFault,
         SnapshotMissing,
+        SnapshotAltered,
         SnapshotUnsafe,
         ConfigError,
     )

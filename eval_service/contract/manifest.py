@@ -175,15 +175,25 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         SnapshotFault: it is not there, is not JSON, has other fields, or its digests are not of its own lists.
     """
-    path = directory / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(read_plain(path))
+        data = read_plain(directory / MANIFEST)
     except FileNotFoundError as exc:
         raise SnapshotFault(f"{MANIFEST} is not there", field=MANIFEST) from exc
-    except ValidationError as exc:
-        raise SnapshotFault(f"{MANIFEST} is not one of ours: {validation_message(exc)}", field=MANIFEST) from exc
     except OSError as exc:
         raise SnapshotFault(f"{MANIFEST} can't be read: {exc.strerror}", field=MANIFEST) from exc
+    return parse_manifest(data)
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Check the bytes of a manifest.
+
+    Raises:
+        SnapshotFault: it is not JSON, has other fields, or its digests are not of its own lists.
+    """
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as exc:
+        raise SnapshotFault(f"{MANIFEST} is not one of ours: {validation_message(exc)}", field=MANIFEST) from exc
     if manifest.format_version != FORMAT_VERSION:
         raise SnapshotFault(f"format version {manifest.format_version} is not known", field="format_version")
     if manifest.digest != files_digest(manifest.files) or manifest.tensor_digest != tensors_digest(manifest.tensors):

@@ -86,6 +86,7 @@ class RunSpec(Wire):
     overflow: Overflow = Overflow.BACKPRESSURE
     max_in_flight: int = Field(default=2, ge=1, description="snapshots not settled")
     keep: int = Field(default=2, ge=0, description="most recently settled snapshots that GC leaves")
+    collect_objects: bool = Field(default=False, description="GC may delete its exports in an object store too")
     priority: Priority = Field(default=0, description="of its points that name none of their own; higher goes first")
     max_engines: int | None = Field(default=None, ge=1, description="quota of engines; None: all")
     num_steps: Step | None = Field(default=None, description="the last step, if it is known")
@@ -127,7 +128,7 @@ class DispatchRequest(Wire):
         default=None, description="higher goes first; None: the run's, whatever it is by then"
     )
     reservation: Uuid
-    snapshot: str | None = Field(default=None, description="absolute path of the directory")
+    snapshot: str | None = Field(default=None, description="absolute path of the directory, or URL in an object store")
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     source: Source = Source.STAGING
     export_s: Seconds | None = None
@@ -354,6 +355,7 @@ class EngineView(Wire):
     weight_version: str | None
     point: str | None = Field(description="the point whose lane it is leased to")
     in_flight: int
+    tokens_s: float | None = Field(default=None, description="of the answers of the last 10 s; None: not known")
     restarts: int
     heard_at: float
 

@@ -34,6 +34,7 @@ from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import ServingMoves
+from eval_service.objects.places import Places
 from eval_service.suites.kinds import LmEvalSuite
 from eval_service.suites.scoring import ScorerPool
 from eval_service.suites.suite import AnySuite, functions_of
@@ -90,6 +91,7 @@ class Acting:
             on_change=wake,
             clock=clock,
         )
+        self._places = Places(parts.config.objects, self._service.state_dir)
         self._scaling = ScaleOrders(parts.database, parts.config.groups)
         self._sizes = sizes
         self._autoscaled = any(group.autoscale for group in parts.config.groups.values())
@@ -100,23 +102,35 @@ class Acting:
             ledger=ledger,
             scorers=scorers,
             costs=self._costs,
+            places=self._places,
             patience_s=self._service.point_timeout_s,
             handover_s=self._service.handover_s,
             on_change=wake,
             clock=clock,
         )
-        self._admissions = Admissions(self._service, moves, ledger, wake, parts.database.clock)
-        self._functions = functions_among(parts.suites, moves, ledger, self._service.state_dir / "logs", clock)
-        bounds = Bounds(self._service.roots, parts.suites.keys(), functions_of(parts.suites))
-        intents = Intents(parts.database, bounds)
-        self._pins = PinMaker(self.fleet, self._service, eval_group.start_timeout_s, on_trouble=wake, clock=clock)
+        self._admissions = Admissions(self._service, moves, ledger, wake, self._places, parts.database.clock)
+        logs = self._service.state_dir / "logs"
+        self._functions = functions_among(parts.suites, moves, ledger, logs, clock, self._places)
+        start_s = eval_group.start_timeout_s
+        self._pins = PinMaker(self.fleet, self._service, start_s, on_trouble=wake, places=self._places, clock=clock)
         self.serving: Serving | None = None
         self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
             self._serve_through(Board(moves.epoch, on_change=wake, clock=clock), wake)
-        retention = Retention(parts.database, moves.epoch)
-        self._housekeeping = Housekeeping(
-            self._service, intents, retention, ledger, loading=self.fleet.loading, pinned=self.fleet.pinned
+        self._housekeeping = self._keep_house()
+
+    def _keep_house(self) -> Housekeeping:
+        """What goes on beside the points."""
+        parts = self._parts
+        bounds = Bounds.of(parts.config, parts.suites.keys(), functions_of(parts.suites))
+        return Housekeeping(
+            self._service,
+            Intents(parts.database, bounds),
+            Retention(parts.database, self._moves.epoch),
+            self._ledger,
+            loading=self.fleet.loading,
+            pinned=self.fleet.pinned,
+            places=self._places,
         )
 
     def _serve_through(self, board: Board, wake: Callable[[], None]) -> None:

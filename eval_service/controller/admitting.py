@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from eval_service.admission.checks import Report, find_faults
 from eval_service.admission.faults import Fault, FaultCode
 from eval_service.admission.links import Linked, hold
 from eval_service.contract import names
+from eval_service.contract.errors import SnapshotFault, StoreUnavailable
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import Source
@@ -26,10 +27,13 @@ from eval_service.controller.db import LedgerThread
 from eval_service.controller.run_threads import RunThreads, StorageHangs
 from eval_service.fleet_config import ServiceConfig
 from eval_service.ledger.moves import Facts, Moves, Unadmitted
+from eval_service.objects.places import Places
+from eval_service.objects.urls import is_url, last_of
 
 log = logging.getLogger(__name__)
 AT_ONCE = 2  # snapshots of one run that are checked at the same time: each reads every byte once
 AGAIN_S = 1.0
+STORE_AGAIN_S = 5.0
 LINK_S = 60.0  # for the hard links of one snapshot
 
 
@@ -51,6 +55,7 @@ class Admissions:
         moves: Moves,
         ledger: LedgerThread,
         wake: Callable[[], None],
+        places: Places,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._service = service
@@ -58,6 +63,7 @@ class Admissions:
         self._moves = moves
         self._ledger = ledger
         self._wake = wake
+        self._places = places
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
         self._checks = RunThreads("admission", share=AT_ONCE)
@@ -106,6 +112,9 @@ class Admissions:
             await work(snapshot)
         except StorageHangs:
             self._not_before[snapshot.id] = time.monotonic() + AGAIN_S
+        except StoreUnavailable as exc:
+            log.warning("admission of step %d of %s: %s; it is tried again", snapshot.step, snapshot.run, exc)
+            self._not_before[snapshot.id] = time.monotonic() + STORE_AGAIN_S
         except Exception:
             log.exception("admission of step %d of %s", snapshot.step, snapshot.run)
             self._not_before[snapshot.id] = time.monotonic() + AGAIN_S
@@ -134,7 +143,7 @@ class Admissions:
         timeout_s = 2 * self._service.point_timeout_s
         try:
             found = await self._checks.run(snapshot.run, lambda: self._examine(snapshot), timeout_s=timeout_s)
-        except StorageHangs:
+        except (StorageHangs, StoreUnavailable):
             raise
         except TimeoutError as exc:
             await self._refuse(snapshot, Fault(FaultCode.MISSING, "snapshot", str(exc)), None)
@@ -152,21 +161,39 @@ class Admissions:
                 await self._ledger(self._moves.note_links, snapshot.id, snapshot.links, why_not)
             await self._ledger(self._moves.admit, snapshot.id, Facts(report.manifest, report.facts.vocab_size))
 
+    def _examine_object(self, snapshot: Unadmitted) -> Examined:
+        """Fetch it into this node's cache, which compares every byte, and check it there."""
+        try:
+            lease = self._places.hold(snapshot.path, snapshot.claimed_digest)
+        except SnapshotFault as exc:
+            report = Report(Path(last_of(snapshot.path)), None, None, (Fault.of(exc),))
+            return Examined(report, held=False, vanished=False)
+        try:
+            report = self._find_faults(snapshot, lease.path, last_of(snapshot.path), (lease.path.parent,))
+        finally:
+            lease.release()
+        return Examined(report, held=False, vanished=False)
+
     def _examine(self, snapshot: Unadmitted) -> Examined:
+        if is_url(snapshot.path):
+            return self._examine_object(snapshot)
         directory = path = Path(snapshot.path)
         if snapshot.links is not None and snapshot.why_not is None:
             directory = self._linked(snapshot, Path(snapshot.links)).directory  # files may have come since
-        report = find_faults(
+        report = self._find_faults(snapshot, directory, path.name, self._service.roots)
+        return Examined(report, held=directory != path, vanished=bool(report.faults) and not path.is_dir())
+
+    def _find_faults(self, snapshot: Unadmitted, directory: Path, name: str, roots: Sequence[Path]) -> Report:
+        return find_faults(
             directory,
-            known_as=path.name,
+            known_as=name,
             source=Source(snapshot.source),
-            roots=self._service.roots,
+            roots=roots,
             expect_digest=snapshot.claimed_digest,
             run=snapshot.run,
             step=snapshot.step,
             allow_auto_map=self._service.allow_auto_map,
         )
-        return Examined(report, held=directory != path, vanished=bool(report.faults) and not path.is_dir())
 
     async def _refuse(
         self, snapshot: Unadmitted, fault: Fault, manifest: Manifest | None, *, vanished: bool = False
@@ -182,7 +209,7 @@ class Admissions:
 
 
 def _is_to_hold(snapshot: Unadmitted) -> bool:
-    return snapshot.source != Source.STAGING and snapshot.links is None
+    return snapshot.source != Source.STAGING and snapshot.links is None and not is_url(snapshot.path)
 
 
 def _task_name(snapshot: Unadmitted) -> str:

@@ -23,6 +23,7 @@ from eval_service.controller.scheduler import Claim
 from eval_service.functions import SAMPLES
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Runnable
+from eval_service.objects.places import Places
 from eval_service.suites.kinds import FunctionSuite
 from eval_service.suites.suite import AnySuite
 
@@ -118,20 +119,21 @@ class FunctionLane:
         config, point = self.suite.config, self.point
         manifest = await self.functions.ledger(self.functions.moves.manifest, point.snapshot_id)
         process = await self.functions.process(self.suite.name)
-        await process.ask(
-            do="evaluate",
-            function=config.function,
-            base=str(self.suite.base),
-            options=config.options,
-            snapshot=point.snapshot,
-            run=point.run,
-            step=point.step,
-            suite=point.suite,
-            point=point.id,
-            scratch=str(directory),
-            canary=manifest.canary.model_dump(mode="json") if manifest.canary is not None else None,
-        )
-        return await process.answer()
+        async with self.functions.places.near(point.snapshot, manifest.digest) as place:
+            await process.ask(
+                do="evaluate",
+                function=config.function,
+                base=str(self.suite.base),
+                options=config.options,
+                snapshot=str(place),
+                run=point.run,
+                step=point.step,
+                suite=point.suite,
+                point=point.id,
+                scratch=str(directory),
+                canary=manifest.canary.model_dump(mode="json") if manifest.canary is not None else None,
+            )
+            return await process.answer()
 
     async def _advance(self, state: PointState) -> None:
         if not await self.functions.ledger.patiently(self.functions.moves.advance, self.point.id, state):
@@ -147,6 +149,7 @@ class Functions:
     ledger: LedgerThread
     logs: Path
     clock: Callable[[], float]
+    places: Places
     _processes: dict[str, Apart] = field(default_factory=dict)
 
     def next(self, queued: Sequence[Runnable], busy: frozenset[str]) -> list[Runnable]:
@@ -179,8 +182,13 @@ class Functions:
 
 
 def functions_among(
-    suites: Mapping[str, AnySuite], moves: Moves, ledger: LedgerThread, logs: Path, clock: Callable[[], float]
+    suites: Mapping[str, AnySuite],
+    moves: Moves,
+    ledger: LedgerThread,
+    logs: Path,
+    clock: Callable[[], float],
+    places: Places,
 ) -> Functions:
     """Of the service's suites, those that are functions."""
     found = {name: suite for name, suite in suites.items() if isinstance(suite, FunctionSuite)}
-    return Functions(found, moves, ledger, logs, clock)
+    return Functions(found, moves, ledger, logs, clock, places)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
+from eval_service.controller.outcomes import LaneFault
 from eval_service.suites.choosing import likeliest
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import (
@@ -38,6 +39,11 @@ class Spoiled(Exception):
     """A sample could not be had through no fault of its own: an infrastructure fault of the whole attempt."""
 
 
+def raise_fault(group: ExceptionGroup[Spoiled]) -> NoReturn:
+    """As the fault of an attempt."""
+    raise LaneFault("generation", str(group.exceptions[0])) from group
+
+
 @dataclass(frozen=True, slots=True)
 class Answered:
     """What came of one sample: an answer, or its own error."""
@@ -58,6 +64,7 @@ class Generation:
         patience_s: of one sample, waits and runs together; what bounds a run is the router's limit.
         useless: called with the id of an engine whose answer was no use, and why.
         answered: called after each sample with its seconds on an engine, None where none answered it.
+        spoke: called with the id of an engine and the tokens of its answer.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Generation:
         patience_s: float,
         useless: Callable[[str, str], None],
         answered: Callable[[float | None], None],
+        spoke: Callable[[str, int], None] = lambda engine, tokens: None,
     ) -> None:
         self._suite = suite
         self._router = router
@@ -80,6 +88,7 @@ class Generation:
         self._patience_s = patience_s
         self._useless = useless
         self._answered = answered
+        self._spoke = spoke
         self._asks = tuple(suite.asks())
         self._made = 0
         self._answers: dict[int, Answered] = {}
@@ -121,6 +130,8 @@ class Generation:
             self._made += 1
             answer = await self._sample(ask)
             self._answers[ask.index] = answer
+            if answer.generated is not None:
+                self._spoke(answer.engine, answer.generated.output_tokens)
             self._answered(answer.latency_s if answer.generated else None)
 
     async def _sample(self, ask: Ask) -> Answered:

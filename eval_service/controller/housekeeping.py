@@ -15,24 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval_service.contract.errors import EvalfleetError, SnapshotFault
-from eval_service.contract.manifest import read_manifest
+from eval_service.contract.errors import ConfigError, EvalfleetError, SnapshotFault
 from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.controller.run_threads import RunThreads
 from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import (
     Refused,
-    collect,
     find_leftovers,
     remove_held,
     remove_leftover,
     remove_results,
     tend_trash,
 )
+from eval_service.gc.objects import collect_anywhere, manifest_of, sweep
 from eval_service.gc.plan import Deletion, LeftoverKind, plan_deletions, plan_leftovers
 from eval_service.intake import Found, Scan, scan_run
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.retention import Held, Retention, RunPlace, Undescribed
+from eval_service.objects.places import Places
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
@@ -49,6 +49,7 @@ class Housekeeping:
     Args:
         loading: directories that engines load now, for a point or to find out what an engine is worth.
         pinned: directories that engines hold the weights of.
+        places: where snapshots in object stores are.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Housekeeping:
         *,
         loading: Callable[[], Collection[str]] = frozenset,
         pinned: Callable[[], Collection[str]] = frozenset,
+        places: Places | None = None,
     ) -> None:
+        self._places = places or Places()
         self._service = service
         self._loading = loading
         self._pinned = pinned
@@ -79,6 +82,7 @@ class Housekeeping:
         self._scans = RunThreads("scan")
         self._deletions = RunThreads("gc")
         self._checkpoint_threads = DaemonThreads("checkpoint")
+        self._cache_threads = DaemonThreads("objects")
 
     def something_settled(self) -> None:
         """A point ended: there may be something to delete."""
@@ -172,7 +176,8 @@ class Housekeeping:
             undescribed[snapshot.run].append(snapshot)
         planned: dict[str, list[Deletion]] = defaultdict(list)
         rows = await self._ledger(self._retention.on_storage, self._pinned())
-        for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}):
+        objects = [run for run, place in places.items() if place.collect_objects]
+        for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}, objects):
             planned[deletion.run].append(deletion)
         deleting = {run for run, place in places.items() if place.deleting}
         for run in sorted((planned.keys() | undescribed.keys() | self._letting_go.keys() | deleting) & places.keys()):
@@ -213,8 +218,9 @@ class Housekeeping:
     async def _describe(self, snapshot: Undescribed) -> None:
         """Read the nonce of an export whose points ended before the checks, so that it can be told to be ours."""
         try:
-            manifest = await self._deletions.run(snapshot.run, partial(read_manifest, snapshot.path), timeout_s=SCAN_S)
-        except SnapshotFault:  # not there, or damaged: it is left alone
+            look = partial(manifest_of, snapshot.path, self._places)
+            manifest = await self._deletions.run(snapshot.run, look, timeout_s=SCAN_S)
+        except (SnapshotFault, ConfigError):  # not there, or damaged: it is left alone
             return
         if await self._ledger(self._retention.describe, snapshot, manifest):
             self._collect = True
@@ -226,7 +232,7 @@ class Housekeeping:
             return False
         confirm = partial(self._retention.deleted, deletion.id)
         try:
-            work = partial(collect, deletion, place.root, confirm)
+            work = partial(collect_anywhere, deletion, place.root, confirm, self._places)
             await self._deletions.run(place.run, work, timeout_s=DELETE_S)
         except Refused as exc:
             log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
@@ -239,7 +245,8 @@ class Housekeeping:
         return False
 
     async def _delete_run(self, place: RunPlace, refused: Collection[str]) -> None:
-        left = plan_deletions(await self._ledger(self._retention.on_storage), {place.run: 0})
+        objects = (place.run,) if place.collect_objects else ()
+        left = plan_deletions(await self._ledger(self._retention.on_storage), {place.run: 0}, objects)
         if any(deletion.id not in refused for deletion in left):
             return
         await self._sweep_alone(place)
@@ -256,6 +263,7 @@ class Housekeeping:
 
     async def _sweep(self) -> None:
         await self._ledger(self._retention.forget_events)
+        await self._cache_threads.run(partial(sweep, self._places))
         for place in await self._ledger(self._retention.places):
             if self._deletions.free(place.run):
                 self._start(f"leftovers: run {place.run}", partial(self._sweep_run, place))

@@ -12,15 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import EngineState
 from eval_service.controller.costs import Costs
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.fleet import Fleet
-from eval_service.controller.generating import Answered, Generation, Spoiled
+from eval_service.controller.generating import Answered, Generation, Spoiled, raise_fault
 from eval_service.controller.judging import Judges
 from eval_service.controller.outcomes import LaneEnd, LaneFault, Overtaken
 from eval_service.controller.pinning import Outcome, Pinner, Verdict
@@ -28,6 +27,7 @@ from eval_service.controller.recording import Recorder, Weights
 from eval_service.controller.scheduler import Claim
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Runnable
+from eval_service.objects.places import Places
 from eval_service.suites.chat import NoTemplate
 from eval_service.suites.rendering import rendered_prompts
 from eval_service.suites.scoring import ScorerPool
@@ -90,6 +90,7 @@ class LaneParts:
     ledger: LedgerThread
     scorers: ScorerPool
     costs: Costs
+    places: Places
     patience_s: float  # of a sample that waits for an engine: as long as a point may take
     handover_s: float
     on_change: Callable[[], None]
@@ -136,6 +137,7 @@ class Lane:
             patience_s=self.parts.patience_s,
             useless=self._useless,
             answered=self._answered,
+            spoke=self.parts.fleet.note_tokens,
         )
         return self._generation
 
@@ -397,7 +399,8 @@ class Lane:
 
     async def _render(self) -> None:
         try:
-            prompts = await rendered_prompts(self._prompts, Path(self.point.snapshot), self.parts.scorers)
+            async with self.parts.places.near(self.point.snapshot, self.point.digest) as place:
+                prompts = await rendered_prompts(self._prompts, place, self.parts.scorers)
         except NoTemplate as exc:
             raise LaneEnd(PointState.SKIPPED, Reason.SNAPSHOT_INVALID, str(exc)) from exc
         self._generation.rendered(prompts)
@@ -407,14 +410,10 @@ class Lane:
         try:
             answers = await self._generation.run()
         except* Spoiled as group:
-            _raise_fault(group)
+            raise_fault(group)
         self._timings["generate_s"] = self.parts.clock() - began
         return answers
 
     async def _advance(self, state: PointState) -> None:
         if not await self.parts.ledger.patiently(self.parts.moves.advance, self.point.id, state):
             raise Overtaken
-
-
-def _raise_fault(group: ExceptionGroup[Spoiled]) -> NoReturn:
-    raise LaneFault("generation", str(group.exceptions[0])) from group

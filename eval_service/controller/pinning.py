@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from eval_service.contract.states import PinProof
@@ -61,6 +62,7 @@ class Pinner:
     restart_timeout_s: float
     on_trouble: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
+    there: Callable[[str, str], bool] = lambda snapshot, digest: Path(snapshot).is_dir()  # could be loaded again
     threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("pins"))
     evidence: dict[str, PinEvidence] = field(default_factory=dict)
     dissent: dict[str, PinEvidence] = field(default_factory=dict)
@@ -132,6 +134,8 @@ class Pinner:
             return Outcome(Verdict.FENCED, detail=detail)
         if result.error is PinError.NOT_VISIBLE:
             return Outcome(Verdict.NOT_VISIBLE, detail=detail)
+        if result.error is PinError.STORE:  # no word on the engine, nor on the snapshot: it is leased again
+            return Outcome(Verdict.ENGINE, detail=detail)
         if result.error is PinError.DISAGREES and self._outvoted():
             return Outcome(Verdict.DISPUTED, detail=f"two engines agree against it: {detail}")
         return None
@@ -194,7 +198,7 @@ class Pinner:
         for good in (engine.last_good if engine else None, self.fleet.last_good):
             if good is None or good.order is self.order:  # what this very lane believes is what is in question
                 continue
-            if await self.threads.run(Path(good.order.snapshot).is_dir):
+            if await self.threads.run(partial(self.there, good.order.snapshot, good.order.manifest.digest)):
                 return good
         return None
 

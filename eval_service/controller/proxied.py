@@ -147,7 +147,8 @@ class ProxiedLane(Lane):
         with scratch() as directory:
             process = await Apart.start("eval_service.apart.lm_eval_worker", log)
             try:
-                made = await self._evaluated(process, directory)
+                async with self.parts.places.near(self.point.snapshot, self.point.digest) as place:
+                    made = await self._evaluated(process, directory, place)
             finally:
                 await process.end()
             self._close()
@@ -155,14 +156,14 @@ class ProxiedLane(Lane):
             keeper = Keeper(self.point, self.number, self.tasks, self.parts.moves, self.parts.ledger)
             await keeper.record(made)
 
-    async def _evaluated(self, process: Apart, directory: Path) -> Made:
+    async def _evaluated(self, process: Apart, directory: Path, snapshot: Path) -> Made:
         began = self.parts.clock()
         await self._first.wait()
         self._timings["pin_s"] = self.parts.clock() - began
         await self._advance(PointState.RUNNING)
         began = self.parts.clock()
         await asyncio.wait_for(self._told(process), _READY_S)
-        await process.ask(**self._order(directory))
+        await process.ask(**self._order(directory, snapshot))
         while "metrics" not in (told := await self._told(process)):
             self._requests.total, self._requests.made = told["total"], told["made"]
             self._answered(told["seconds"] or None)
@@ -184,10 +185,10 @@ class ProxiedLane(Lane):
             raise LaneEnd(PointState.FAILED, Reason.CRASHED, told["crashed"])
         return told
 
-    def _order(self, directory: Path) -> dict[str, Any]:
+    def _order(self, directory: Path, snapshot: Path) -> dict[str, Any]:
         config = self.tasks.config
         return {
-            "snapshot": self.point.snapshot,
+            "snapshot": str(snapshot),
             "url": f"{self.proxied.url}/lanes/{self._board_route.name}",
             "key": self.proxied.key,
             "weight_version": self.pinner.order.weight_version,

@@ -38,6 +38,7 @@ class PinError(StrEnum):
     DISAGREES = "disagrees"  # its fingerprint is another than that of an engine with the same snapshot
     UNCHANGED = "unchanged"  # other weights were asked for, and the fingerprint stayed what it was
     STALE_EPOCH = "stale_epoch"  # the command is of a controller that no longer acts
+    STORE = "store"  # the object store that it is in can't be read now
     TIMEOUT = "timeout"  # the deadline passed
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from eval_service.contract.errors import ConfigError
 from eval_service.contract.wire import EngineState
 from eval_service.engine.errors import BootFailed, EngineError, EngineFatal
+from eval_service.engine.nearby import near
 from eval_service.engine.pin import Clock, PinFailed, SystemClock
 from eval_service.engine.protocol import (
     POLL_S,
@@ -34,6 +35,7 @@ from eval_service.engine.protocol import (
 )
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
+from eval_service.objects.places import Places
 
 Boot = Callable[[GroupConfig, BootOptions, Clock], Awaitable[Server]]
 _log = logging.getLogger(__name__)
@@ -75,8 +77,10 @@ class EngineRunner:
         times: RunnerTimes | None = None,
         clock: Clock | None = None,
         boot: Boot = boot_server,
+        places: Places | None = None,
     ) -> None:
         self._boot = boot
+        self._places = places or Places()
         self.engine_id = engine_id
         self._group_name = group_name
         self._group = group
@@ -335,7 +339,8 @@ class EngineRunner:
         server.weight_version = None
         self._become(EngineState.PINNING, None)
         try:
-            evidence = await self._pin_unless_it_ends(server, order)
+            async with near(self._places, order) as here:
+                evidence = await self._pin_unless_it_ends(server, here)
         except PinFailed as exc:
             if exc.error is PinError.DIED:
                 # A dropped connection comes a little before the end of the process; tell of both together.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eval_service.contract.wire import Source
+from eval_service.objects.urls import is_url
 
 PARTIAL_IDLE_S = 3600.0
 
@@ -71,17 +72,22 @@ class Leftover:
     touched_at: float  # Unix seconds; the newest change in it
 
 
-def plan_deletions(rows: Iterable[SnapshotRow], keep: Mapping[str, int]) -> tuple[Deletion, ...]:
+def plan_deletions(
+    rows: Iterable[SnapshotRow], keep: Mapping[str, int], objects: Collection[str] = ()
+) -> tuple[Deletion, ...]:
     """The snapshots to delete, first settled first.
 
     Args:
         rows: every snapshot on storage, of all runs.
         keep: how many of the most recently settled to leave, by run; a run that is not in it keeps all.
+        objects: runs whose snapshots in an object store may be deleted too; others' stay, and count for nothing.
     """
     rows = tuple(rows)
     settled: dict[str, list[SnapshotRow]] = defaultdict(list)
     for row in rows:
         if row.source is Source.STAGING and row.settled_at is not None and row.run in keep:
+            if is_url(row.path) and row.run not in objects:
+                continue
             settled[row.run].append(row)
     spare = [row for run, own in settled.items() for row in _beyond(own, keep[run])]
     spare_ids = {row.id for row in spare if not row.in_use}

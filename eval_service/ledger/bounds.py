@@ -1,4 +1,4 @@
-"""What the service allows: the suites that it has, and paths inside its roots.
+"""What the service allows: the suites that it has, paths inside its roots, and URLs under its object prefixes.
 
 A path is judged as it is written, without a call to the file system: one that hangs would hang whoever asks. Where it
 is loaded its links are followed and it is judged again. One that isn't inside as it is written may be so once its links
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval_service.contract.errors import InvalidRequest
+from eval_service.fleet_config import FleetConfig
+from eval_service.objects.urls import check_admitted, is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,13 @@ class Bounds:
     roots: tuple[Path, ...]
     suites: Collection[str]
     functions: frozenset[str] = frozenset()  # those of the suites that are checkpoint eval functions
+    objects: tuple[str, ...] = ()  # prefixes of URLs that snapshots may have
+
+    @classmethod
+    def of(cls, fleet: FleetConfig, suites: Collection[str], functions: frozenset[str]) -> Bounds:
+        """As the fleet's file has them."""
+        objects = fleet.objects.prefixes if fleet.objects is not None else ()
+        return cls(fleet.service.roots, suites, functions, objects)
 
     def check_suites(self, suites: Sequence[str]) -> None:
         """Refuse a suite that the service does not have.
@@ -52,8 +61,10 @@ class Bounds:
         """The path, if it lies inside a root as it is written; None: that can't be told without the file system.
 
         Raises:
-            InvalidRequest: it is no absolute path.
+            InvalidRequest: it is no absolute path, or a URL under none of the prefixes.
         """
+        if is_url(path) and field == "snapshot":
+            return check_admitted(path, self.objects, field)
         if "\0" in path or not os.path.isabs(path):
             raise InvalidRequest(f"{path!r} is no absolute path", field=field)
         if ".." in path.split(os.sep):  # after a link it leads elsewhere than it seems to

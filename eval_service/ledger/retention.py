@@ -37,6 +37,7 @@ class RunPlace:
     root: Path
     keep: int
     deleting: bool = False
+    collect_objects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Undescribed:
     id: str
     run: str
     step: int
-    path: Path
+    path: str
     digest: str
 
 
@@ -124,7 +125,7 @@ class Retention:
         )
         with self._db.reading() as connection:
             rows = connection.execute(query).mappings().all()
-        return [Undescribed(r["id"], r["run"], r["step"], Path(r["path"]), r["claimed_digest"]) for r in rows]
+        return [Undescribed(r["id"], r["run"], r["step"], r["path"], r["claimed_digest"]) for r in rows]
 
     def describe(self, snapshot: Undescribed, manifest: Manifest) -> bool:
         """Keep the nonce of an export, if the manifest is that of what was dispatched; returns whether it is."""
@@ -249,7 +250,8 @@ def _to_come() -> ColumnElement[bool]:
 
 def _place(row: RowMapping) -> RunPlace:
     spec, deleting = json.loads(row["spec"]), row["deleted_at"] is not None
-    return RunPlace(row["run"], Path(str(spec["root"])), 0 if deleting else int(spec["keep"]), deleting)
+    keep = 0 if deleting else int(spec["keep"])
+    return RunPlace(row["run"], Path(str(spec["root"])), keep, deleting, bool(spec.get("collect_objects")))
 
 
 def _served() -> Select[Any]:

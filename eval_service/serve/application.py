@@ -30,6 +30,7 @@ from eval_service.fleet_config import GroupConfig
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
+from eval_service.objects.places import Places
 from eval_service.serve.loop_thread import LoopThread
 from eval_service.serve.proxy import ProxyDeployment
 from eval_service.serve.scaling import DesiredCount
@@ -70,7 +71,7 @@ class GatewayDeployment:
         database = Database(settings.ledger)
         service = settings.fleet.service
         suites = load_suites(settings.suites)
-        bounds = Bounds(service.roots, suites.keys(), functions_of(suites))
+        bounds = Bounds.of(settings.fleet, suites.keys(), functions_of(suites))
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
         groups, address = settings.fleet.groups, settings.proxy_address
@@ -171,6 +172,7 @@ class EngineDeployment:
                 start_lock=state_dir / "engines.lock",
             ),
             link=ServeLink(controller),
+            places=Places(settings.fleet.objects, state_dir),
         )
         self._running = asyncio.get_running_loop().create_task(self._runner.run())
 
@@ -191,6 +193,7 @@ class AttachedDeployment:
         tag = serve.get_replica_context().replica_id.unique_id
         config = settings.fleet.groups[group]
         self._handover_s = settings.fleet.service.handover_s
+        places = Places(settings.fleet.objects, settings.fleet.service.state_dir)
         self._runners = [
             EngineRunner(
                 f"{group}-{tag}-{number}",
@@ -200,6 +203,7 @@ class AttachedDeployment:
                 options=BootOptions(log=Path(os.devnull)),
                 link=ServeLink(controller),
                 boot=Attachment(url),
+                places=places,
             )
             for number, url in enumerate(config.urls)
         ]

@@ -14,6 +14,7 @@ from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
+from eval_service.objects.store import ObjectStore
 from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
 from eval_service.trackers.bureau import check_targets
@@ -97,6 +98,8 @@ def check(settings: Settings) -> None:
     (service.state_dir / "logs").mkdir(exist_ok=True)
     check_places(settings.fleet)
     check_targets(settings.fleet, os.environ)
+    if settings.fleet.objects is not None:
+        ObjectStore(settings.fleet.objects).check()
     _ = settings.proxy
     lock_of(settings.ledger)
     Database(settings.ledger).close()

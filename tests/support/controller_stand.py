@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import lock_of
 from eval_service.ledger.views import Views
+from eval_service.objects.places import Places
 from eval_service.suites.samples import read_samples
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool
 from eval_service.suites.suite import AnySuite, functions_of, load_suites
@@ -116,6 +117,7 @@ class Stand:
         server_concurrency: int = 4,
         knobs: Mapping[str, Any] | None = None,
         more_suites: str = "",
+        objects: Mapping[str, Any] | None = None,
         **service: Any,
     ) -> None:
         self.root = root
@@ -141,9 +143,10 @@ class Stand:
         settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5}
         settings |= {"state_dir": root / "state", **service}
         groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
-        self.config = FleetConfig.model_validate({"service": settings, "groups": groups})
+        self.config = FleetConfig.model_validate({"service": settings, "groups": groups, "objects": objects})
         self.database = Database(self.url, clock=self.clock)
-        self.intents = Intents(self.database, Bounds((root.resolve(),), self.suites.keys(), functions_of(self.suites)))
+        bounds = replace(Bounds.of(self.config, self.suites.keys(), functions_of(self.suites)), roots=(root.resolve(),))
+        self.intents = Intents(self.database, bounds)
         self.views = Views(self.database, version="test")
         self.link = Link()
         self.exports: dict[str, Export] = {}
@@ -239,7 +242,15 @@ class Stand:
         config = config.model_copy(update={"overrides": {**config.overrides, **knobs}})
         options = BootOptions(log=self.root / "logs" / f"{name}.log")
         runner = EngineRunner(
-            name, group, config, node="here", options=options, link=self.link, times=self._times, boot=self._boot
+            name,
+            group,
+            config,
+            node="here",
+            options=options,
+            link=self.link,
+            times=self._times,
+            boot=self._boot,
+            places=Places(self.config.objects, self.config.service.state_dir),
         )
         self.runners[name] = runner
         self._tasks[name] = asyncio.create_task(runner.run())
@@ -332,7 +343,7 @@ class Stand:
         export = export or self.export(run, step)
         return self.dispatch_path(run, step, export.path, **{"digest": export.manifest.digest, **request})
 
-    def dispatch_path(self, run: str, step: int, path: Path, **request: Any) -> str:
+    def dispatch_path(self, run: str, step: int, path: Path | str, **request: Any) -> str:
         """Ask for a point on a directory, whosever it is; its id."""
         given = {"run": run, "step": step, "reservation": str(uuid.uuid4()), "snapshot": str(path), **request}
         reply = self.intents.dispatch(DispatchRequest.model_validate(given))

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from eval_service.contract.client import EvalClient
+from eval_service.contract.curves import DrainPage, DrainView
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
 from eval_service.contract.results import Action, Advice, Comparison, Direction, SampleView
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
@@ -47,6 +48,8 @@ class FakeService:
     drains: list[DrainRequest] = field(default_factory=list)
     asked: list[tuple[str, str]] = field(default_factory=list)
     comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    open_drains: list[DrainView] = field(default_factory=list)
+    epoch: int = 3
     advice: Callable[[httpx.QueryParams], Advice] = field(default=lambda params: _no_advice())
     served: frozenset[str] = frozenset()
     command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
@@ -87,6 +90,10 @@ class FakeService:
                 return ScaleReply(group=group, engines=wanted, least=0, most=4)
             case ["status"]:
                 return self._status()
+            case ["runs"]:
+                return RootModel[list[RunView]]([self._run(run) for run in sorted({view.run for view in self.points})])
+            case ["drains"]:
+                return DrainPage(drains=tuple(self.open_drains), total=len(self.open_drains))
             case ["runs", run] if request.method == "PUT":
                 self.specs[run] = RunSpec.model_validate_json(request.content)
                 return self._run(run)
@@ -132,12 +139,13 @@ class FakeService:
         return found
 
     def _points(self, params: httpx.QueryParams) -> PointPage:
-        if unknown := set(params) - {"run", "suite", "state", "step", "limit", "offset"}:
+        if unknown := set(params) - {"run", "suite", "state", "step", "sort", "limit", "offset"}:
             raise InvalidRequest("unknown parameter", field=unknown.pop())
         chosen = [
             view
             for view in self.points
             if params.get("run", view.run) == view.run and params.get("suite", view.suite) == view.suite
+            if params.get("state", view.state) == view.state
         ]
         first, last = self._window(params)
         return PointPage(points=tuple(chosen[first:last]), total=len(chosen))
@@ -157,7 +165,7 @@ class FakeService:
     def _status(self) -> StatusView:
         return StatusView(
             version="0.1.0",
-            epoch=3,
+            epoch=self.epoch,
             controller_at=1000.0,
             controller_alive=True,
             engines={"ready": 2},

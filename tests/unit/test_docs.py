@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
+from eval_service.objects.config import ObjectsConfig
 from eval_service.suites.config import DatasetConfig, FewshotConfig, SamplingConfig, SuiteConfig
 from eval_service.suites.kinds import FunctionConfig, LmEvalConfig
 from eval_service.suites.scorer_config import SCORER_CONFIGS
@@ -33,6 +34,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "`[trackers.NAME]`": TrackerConfig,
     "`[webhooks.NAME]`": WebhookConfig,
     "`[traces]`": TracesConfig,
+    "`[objects]`": ObjectsConfig,
     "`[suites.NAME]`": SuiteConfig,
     '`[suites.NAME]`, `kind = "lm_eval"`': LmEvalConfig,
     '`[suites.NAME]`, `kind = "function"`': FunctionConfig,

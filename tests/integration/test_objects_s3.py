@@ -1,0 +1,126 @@
+"""The whole path of a snapshot in an S3 (moto's server): published, evaluated, cached, and collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from eval_service.contract.states import PointState, Reason
+from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.store import ObjectStore
+from eval_service.objects.upload import Uploaded, upload
+from tests.support.bounded import go
+from tests.support.controller_stand import Export, Stand
+
+BUCKET = "checkpoints"
+PREFIX = f"s3://{BUCKET}/evals"
+
+
+@dataclass
+class S3:
+    """A bucket of its own."""
+
+    url: str
+    client: Any
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """`[objects]` of a fleet's file."""
+        named = {"key": "OUR_S3_KEY", "secret": "OUR_S3_SECRET"}
+        options = {"endpoint_url": self.url}
+        return {"prefixes": (PREFIX,), "options": {"s3": options}, "options_env": {"s3": named}, "attempts": 1}
+
+    def names(self) -> list[str]:
+        """All that it holds."""
+        return [item["Key"] for item in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
+
+    def upload(self, export: Export) -> Uploaded:
+        """As a trainer does."""
+        return upload(export.path, PREFIX, store=ObjectStore(ObjectsConfig.model_validate(self.config)))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Where an S3 listens."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """Empty."""
+    for name in ("OUR_S3_KEY", "OUR_S3_SECRET"):
+        monkeypatch.setenv(name, "only-in-the-environment")
+    keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=server, **keys)
+    client.create_bucket(Bucket=BUCKET)
+    s3 = S3(server, client)
+    yield s3
+    for key in s3.names():
+        client.delete_object(Bucket=BUCKET, Key=key)
+    client.close()
+
+
+def test_a_snapshot_in_s3_is_published_evaluated_cached_and_collected(tmp_path: Path, s3: S3) -> None:
+    async def body() -> None:
+        stand = Stand(tmp_path, objects=s3.config, scan_interval_s=0.2)
+        export = stand.export("r", 1)
+        there = s3.upload(export)
+        stand.exports[there.url] = export
+        async with stand.running(engines=2):
+            stand.put_run("r", keep=0, collect_objects=True)
+            digest = export.manifest.digest
+            point = stand.dispatch_path("r", 1, there.url, digest=digest, force=True)
+            [view] = await stand.until_done(point)
+            assert view.snapshot == there.url
+            cached = list((tmp_path / "state" / "objects").glob(f"{digest}-*[0-9a-f]"))
+            assert len(cached) == 1
+            await stand.until(lambda: not s3.names())  # collected: the run says so, and keeps none
+
+    go(body)
+
+
+def test_a_second_point_on_the_same_snapshot_fetches_nothing(tmp_path: Path, s3: S3) -> None:
+    async def body() -> None:
+        stand = Stand(tmp_path, objects=s3.config)
+        export = stand.export("r", 1)
+        there = s3.upload(export)
+        stand.exports[there.url] = export
+        async with stand.running(engines=1):
+            stand.put_run("r", keep=0)
+            await stand.until_done(stand.dispatch_path("r", 1, there.url, digest=export.manifest.digest))
+            assert s3.names()  # a run that does not say so keeps its objects
+            for key in s3.names():
+                s3.client.delete_object(Bucket=BUCKET, Key=key)
+            await stand.until_done(stand.dispatch_path("r", 1, there.url, digest=export.manifest.digest))
+
+    go(body)
+
+
+def test_an_object_that_was_cut_short_is_a_fault_and_no_engine_is_touched(tmp_path: Path, s3: S3) -> None:
+    async def body() -> None:
+        stand = Stand(tmp_path, objects=s3.config)
+        export = stand.export("r", 1)
+        there = s3.upload(export)
+        name = next(entry.name for entry in export.manifest.files if entry.name.endswith(".safetensors"))
+        key = f"{there.url.removeprefix(f's3://{BUCKET}/')}/{name}"
+        s3.client.put_object(Bucket=BUCKET, Key=key, Body=(export.path / name).read_bytes()[:-1])
+        async with stand.running(engines=1):
+            stand.put_run("r")
+            [view] = await stand.until_ended(stand.dispatch_path("r", 1, there.url, digest=export.manifest.digest))
+            assert (view.state, view.reason) == (PointState.SKIPPED, Reason.SNAPSHOT_INVALID)
+            assert "snapshot_altered" in (view.detail or "")
+            assert name in (view.detail or "")
+            assert view.attempts == 0
+            assert b"only-in-the-environment" not in (tmp_path / "ledger.db").read_bytes()
+
+    go(body)

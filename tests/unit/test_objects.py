@@ -1,0 +1,434 @@
+"""Snapshots in object stores: names, secrets, the cache of a node, and deletion under guards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval_service.contract import names
+from eval_service.contract.errors import (
+    ConfigError,
+    EvalfleetError,
+    InvalidRequest,
+    SnapshotAltered,
+    SnapshotFault,
+    SnapshotMissing,
+    StoreUnavailable,
+)
+from eval_service.contract.manifest import read_manifest
+from eval_service.contract.snapshot import Published
+from eval_service.fleet_config import FleetConfig
+from eval_service.gc.collect import Refused
+from eval_service.gc.objects import collect_objects
+from eval_service.gc.plan import Deletion, SnapshotRow, plan_deletions
+from eval_service.ledger.bounds import Bounds
+from eval_service.objects.cache import NodeCache
+from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.places import Places
+from eval_service.objects.store import ObjectStore, Until
+from eval_service.objects.upload import upload
+from tests.support.tiny_snapshots import publish, tiny
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Shop(ObjectStore):
+    """A store on the local disk, which counts what is read and may fail."""
+
+    root: Path
+    reads: Counter[str] = field(default_factory=Counter)
+    before: Callable[[str], None] = lambda url: None
+
+    def __post_init__(self) -> None:
+        super().__init__(ObjectsConfig(prefixes=(self.prefix,), attempts=2), sleep=lambda seconds: None)
+
+    @property
+    def prefix(self) -> str:
+        return f"file://{self.root}/bucket"
+
+    def chunks(self, url: str, size_bytes: int, until: Until) -> Any:
+        self.reads[url.rpartition("/")[2]] += 1
+        self.before(url)
+        return super().chunks(url, size_bytes, until)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Published:
+    return publish(tiny(), tmp_path / "runs", shards=2)
+
+
+def cache_of(shop: Shop, bound_bytes: int = 10**9) -> NodeCache:
+    return NodeCache(shop.root / "cache", bound_bytes, shop, parallel=2)
+
+
+def soon(seconds: float = WAIT_S) -> Until:
+    return Until.after(seconds)
+
+
+def local(url: str) -> Path:
+    return Path(url.removeprefix("file://"))
+
+
+# --- names and secrets
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/evals/../other/step_1-00000000",
+        "s3://bucket/other/step_1-00000000",
+        "s3://bucket/evals",
+        "s3://bucket/evalsx/step_1-00000000",
+        "s3://key:secret@bucket/evals/a",
+        "s3://bucket/evals/a?versionId=1",
+        "s3://bucket/evals/*",
+        "simplecache::s3://bucket/evals/a",
+        "s3://bucket/evals//a",
+        "s3://bucket/evals/a%2e%2e",
+        "http://169.254.169.254/evals/a",
+        "file:///etc/passwd",
+    ],
+)
+def test_a_url_under_no_admitted_prefix_is_refused_with_the_field_and_the_fix(tmp_path: Path, url: str) -> None:
+    bounds = Bounds((tmp_path,), (), objects=("s3://bucket/evals",))
+    with pytest.raises(InvalidRequest) as caught:
+        bounds.as_written(url, "snapshot")
+    assert caught.value.field == "snapshot"
+    assert caught.value.hint
+
+
+def test_a_url_under_an_admitted_prefix_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    bounds = Bounds((tmp_path,), (), objects=("s3://bucket/evals",))
+    url = "s3://bucket/evals/run-1/step_100-0123abcd"
+    assert bounds.as_written(url + "/", "snapshot") == url
+    with pytest.raises(InvalidRequest, match="absolute path"):
+        bounds.as_written(url, "root")  # samples and outbox lie in a directory
+
+
+@pytest.mark.parametrize("name", ["secret", "key", "aws_session_token", "password", "account_key"])
+def test_a_secret_in_the_file_is_refused_and_the_way_by_variable_is_named(name: str) -> None:
+    table = {"prefixes": ["s3://bucket/evals"], "options": {"s3": {"client_kwargs": {name: "hunter2"}}}}
+    with pytest.raises(ValueError, match="options_env") as caught:
+        FleetConfig.model_validate({"service": {"roots": ["/"]}, "groups": {}, "objects": table})
+    assert name in str(caught.value)
+
+
+def test_a_secret_by_variable_is_never_told(tmp_path: Path, shop: Shop) -> None:
+    config = ObjectsConfig(prefixes=(shop.prefix,), attempts=1, options_env={"file": {"secret": "SHOP_SECRET"}})
+    with pytest.raises(ConfigError, match="SHOP_SECRET"):
+        ObjectStore(config, environ={}).check()
+    store = ObjectStore(config, environ={"SHOP_SECRET": "hunter2"})
+    store.check()
+
+    def fails(files: Any, path: str) -> None:
+        raise OSError("the server said: hunter2 is wrong")
+
+    with pytest.raises(StoreUnavailable) as caught:
+        store._ask(f"{shop.prefix}/x", fails, soon())
+    assert "hunter2" not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_a_driver_that_hangs_holds_nobody_beyond_the_deadline(shop: Shop) -> None:
+    release = threading.Event()
+    try:
+        with pytest.raises(StoreUnavailable, match="no answer"):
+            shop._ask(f"{shop.prefix}/x", lambda files, path: release.wait(WAIT_S), soon(0.05))
+    finally:
+        release.set()
+
+
+def test_a_request_that_fails_is_tried_again(shop: Shop) -> None:
+    tries = []
+
+    def fails_once(files: Any, path: str) -> str:
+        tries.append(path)
+        if len(tries) == 1:
+            raise OSError("503 Slow Down")
+        return "done"
+
+    assert shop._ask(f"{shop.prefix}/x", fails_once, soon()) == "done"
+
+
+# --- fetching
+
+
+def test_what_was_uploaded_is_fetched_whole_and_once(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    assert there.url == f"{shop.prefix}/{published.manifest.run}/{published.path.name}"
+    assert upload(published.path, shop.prefix, store=shop).reused
+    shop.reads.clear()
+    cache = cache_of(shop)
+    lease = cache.hold(there.url, published.manifest.digest, soon())
+    assert read_manifest(lease.path) == published.manifest
+    assert (lease.path / names.COMPLETE).exists()
+    assert set(shop.reads.values()) == {1}
+    lease.release()
+    before = Counter(shop.reads)
+    cache.hold(there.url, published.manifest.digest, soon()).release()
+    assert shop.reads == before
+
+
+def test_the_marker_is_written_last_and_nothing_is_taken_without_it(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    written = sorted(local(there.url).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert written[-1].name == names.COMPLETE
+    written[-1].unlink()
+    with pytest.raises(SnapshotMissing):
+        cache_of(shop).hold(there.url, published.manifest.digest, soon())
+
+
+def truncated(place: Path, file: str) -> None:
+    data = (place / file).read_bytes()
+    (place / file).write_bytes(data[:-1])
+
+
+def altered(place: Path, file: str) -> None:
+    data = bytearray((place / file).read_bytes())
+    data[-1] ^= 1
+    (place / file).write_bytes(bytes(data))
+
+
+def gone(place: Path, file: str) -> None:
+    (place / file).unlink()
+
+
+@pytest.mark.parametrize("damage", [truncated, altered, gone])
+def test_an_object_that_is_not_what_the_manifest_says_is_a_fault_with_its_own_code(
+    shop: Shop, published: Published, damage: Callable[[Path, str], None]
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    file = published.manifest.files[-1].name
+    damage(local(there.url), file)
+    cache = cache_of(shop)
+    with pytest.raises(SnapshotAltered) as caught:
+        cache.hold(there.url, published.manifest.digest, soon())
+    assert (caught.value.code, caught.value.field) == ("snapshot_altered", file)
+    assert cache.sweep() == 0
+    assert [path.name for path in cache.directory.iterdir()] == ["room.lock"]
+
+
+def test_another_digest_than_was_dispatched_is_refused(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    with pytest.raises(SnapshotAltered) as caught:
+        cache_of(shop).hold(there.url, "0" * 32, soon())
+    assert caught.value.field == "digest"
+
+
+def test_concurrent_fetches_of_one_snapshot_are_one_fetch(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    shop.reads.clear()
+    paths, start = [], threading.Barrier(6)
+
+    def fetch() -> None:
+        start.wait(WAIT_S)
+        lease = cache_of(shop).hold(there.url, published.manifest.digest, soon())
+        paths.append(lease.path)
+        lease.release()
+
+    threads = [threading.Thread(target=fetch) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(paths) == 6
+    assert len(set(paths)) == 1
+    assert set(shop.reads.values()) == {1}
+
+
+def test_a_fetch_that_was_killed_is_swept_and_begun_anew(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from eval_service.objects.cache import NodeCache\n"
+        "from eval_service.objects.config import ObjectsConfig\n"
+        "from eval_service.objects.store import ObjectStore, Until\n"
+        "class Slow(ObjectStore):\n"
+        "    def chunks(self, url, size_bytes, until):\n"
+        "        yield from super().chunks(url, size_bytes, until)\n"
+        "        if url.endswith('safetensors'):\n"
+        "            print('fetching', flush=True)\n"
+        "            time.sleep(60)\n"
+        f"store = Slow(ObjectsConfig(prefixes=({shop.prefix!r},)))\n"
+        f"NodeCache(Path({str(shop.root / 'cache')!r}), 10**9, store).hold({there.url!r}, None, Until.after(60))\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"fetching\n"
+    cache = cache_of(shop)
+    with pytest.raises(StoreUnavailable):  # it is fetched by another process
+        cache.hold(there.url, published.manifest.digest, soon(0.2))
+    child.kill()
+    child.wait(WAIT_S)
+    child.stdout.close()
+    assert list(cache.directory.glob("*.part-*"))
+    cache.sweep()
+    assert not list(cache.directory.glob("*.part-*"))
+    cache.hold(there.url, published.manifest.digest, soon()).release()
+
+
+# --- the bound
+
+
+def three(shop: Shop, tmp_path: Path) -> tuple[list[tuple[str, str]], int]:
+    """URL and digest of three snapshots of one size, and that size in the cache."""
+    found = []
+    for step in (1, 2, 3):
+        there = upload(publish(tiny(seed=step), tmp_path / "runs", step=step).path, shop.prefix, store=shop)
+        found.append((there.url, there.manifest.digest))
+    cache = NodeCache(tmp_path / "measure", 10**9, shop)
+    cache.hold(*found[0], soon()).release()
+    return found, cache.sweep() + 64  # manifests differ by a few bytes
+
+
+def test_the_cache_keeps_its_bound_and_lets_the_least_recently_used_go_first(shop: Shop, tmp_path: Path) -> None:
+    (one, two, other), size = three(shop, tmp_path)
+    cache = cache_of(shop, 2 * size)
+    for number, snapshot in enumerate((one, two, one)):
+        lease = cache.hold(*snapshot, soon())
+        os.utime(lease._handle or 0, (number, number))
+        lease.release()
+    cache.hold(*other, soon()).release()
+    assert (cache.has(*one), cache.has(*two), cache.has(*other)) == (True, False, True)
+    assert cache.sweep() <= 2 * size
+    assert NodeCache(cache.directory, size, shop).sweep() <= size
+
+
+def test_what_is_in_use_is_never_removed_and_a_fetch_waits_for_it(shop: Shop, tmp_path: Path) -> None:
+    (one, two, _), size = three(shop, tmp_path)
+    cache = cache_of(shop, size)
+    used = cache.hold(*one, soon())
+    with pytest.raises(StoreUnavailable):
+        cache.hold(*two, soon(0.2))
+    assert cache.has(*one)
+    timer = threading.Timer(0.1, used.release)
+    timer.start()
+    cache.hold(*two, soon()).release()
+    timer.join(WAIT_S)
+    assert (cache.has(*one), cache.has(*two)) == (False, True)
+
+
+def test_a_snapshot_larger_than_the_cache_is_refused_by_name(shop: Shop, tmp_path: Path) -> None:
+    (one, *_), size = three(shop, tmp_path)
+    with pytest.raises(SnapshotFault, match="cache holds") as caught:
+        cache_of(shop, size // 2).hold(*one, soon())
+    assert "cache_bytes" in (caught.value.hint or "")
+
+
+# --- deletion
+
+
+def deletion_of(there: Any, **changes: Any) -> Deletion:
+    manifest = there.manifest
+    known = {"run": manifest.run, "step": manifest.step, "digest": manifest.digest, "path": there.url}
+    return Deletion(**{"id": "1", "nonce": manifest.nonce, **known, **changes})
+
+
+def test_objects_are_deleted_only_where_the_run_says_so() -> None:
+    from eval_service.contract.wire import Source
+
+    def row(path: str) -> SnapshotRow:
+        return SnapshotRow(path, "a", 1, "0" * 32, path, Source.STAGING, "0" * 32, settled_at=1.0)
+
+    rows = (row("s3://b/p/a/step_1-00000000"), row("/r/a/step_1-00000000"))
+    assert [deletion.path for deletion in plan_deletions(rows, {"a": 0})] == ["/r/a/step_1-00000000"]
+    assert len(plan_deletions(rows, {"a": 0}, ("a",))) == 2
+
+
+def test_a_confirmed_deletion_leaves_nothing_and_may_be_repeated(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    freed = collect_objects(deletion_of(there), shop, lambda: True)
+    assert freed.freed_bytes == there.size_bytes
+    assert not list(local(there.url).iterdir())
+    assert collect_objects(deletion_of(there), shop, lambda: True).freed_bytes == 0
+
+
+def test_what_was_dispatched_again_meanwhile_is_put_back(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    seen = []
+
+    def confirm() -> bool:
+        seen.append((local(there.url) / names.COMPLETE).exists())
+        return False
+
+    collect_objects(deletion_of(there), shop, confirm)
+    assert seen == [False]  # nobody could take it in this moment
+    cache_of(shop).hold(there.url, published.manifest.digest, soon()).release()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field_"),
+    [
+        ({"nonce": "0" * 32}, "nonce"),
+        ({"run": "another"}, "path"),
+        ({"step": 7}, "path"),
+        ({"digest": "f" * 32}, "path"),
+        ({"path": "s3://elsewhere/a/step_1-00000000"}, "path"),
+    ],
+)
+def test_a_deletion_whose_path_nonce_or_ledger_disagree_is_refused(
+    shop: Shop, published: Published, changes: dict[str, Any], field_: str
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    before = sorted(path.name for path in local(there.url).iterdir())
+    with pytest.raises(Refused) as caught:
+        collect_objects(deletion_of(there, **changes), shop, lambda: True)
+    assert caught.value.field == field_
+    assert sorted(path.name for path in local(there.url).iterdir()) == before
+
+
+def test_credentials_that_may_not_read_are_no_word_that_it_is_gone(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.info", denied)
+    confirmed = []
+
+    def confirm() -> bool:
+        confirmed.append(True)
+        return True
+
+    with pytest.raises(Refused, match="AccessDenied"):
+        collect_objects(deletion_of(there), shop, confirm)
+    assert confirmed == []
+
+
+def test_a_directory_that_is_not_whole_is_not_uploaded(shop: Shop, published: Published) -> None:
+    altered(published.path, published.manifest.files[0].name)
+    with pytest.raises(SnapshotFault):
+        upload(published.path, shop.prefix, store=shop)
+    (published.path / names.COMPLETE).unlink()
+    with pytest.raises(SnapshotMissing):
+        upload(published.path, shop.prefix, store=shop)
+
+
+def test_without_object_stores_a_url_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EvalfleetError) as caught:
+        Places().hold("s3://bucket/a", None)
+    assert caught.value.field == "objects"
+
+
+def test_the_deadline_counts_down() -> None:
+    assert Until.after(5.0).left_s > 4.0
+    assert Until(time.monotonic() - 1).left_s == 0.0
