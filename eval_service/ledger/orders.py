@@ -20,6 +20,7 @@ from eval_service.ledger.intents import run_row
 from eval_service.ledger.receipts import current
 from eval_service.ledger.schema import points, runs, snapshots
 from eval_service.ledger.turn import END_STATES
+from eval_service.objects.urls import is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def not_on_storage(places: Collection[str]) -> frozenset[str]:
 
     It blocks for as long as the file system does, so it is never called within a transaction.
     """
-    return frozenset(place for place in places if not Path(place).is_dir())
+    return frozenset(place for place in places if not is_url(place) and not Path(place).is_dir())
 
 
 def _places(rows: Iterable[RowMapping]) -> frozenset[str]:

@@ -11,8 +11,12 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from eval_service.contract.errors import StoreUnavailable
 from eval_service.contract.states import PointState, Reason
+from eval_service.ledger.orders import Orders
+from eval_service.objects.cache import Lease
 from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.places import Places
 from eval_service.objects.store import ObjectStore
 from eval_service.objects.upload import Uploaded, upload
 from tests.support.bounded import go
@@ -122,5 +126,39 @@ def test_an_object_that_was_cut_short_is_a_fault_and_no_engine_is_touched(tmp_pa
             assert name in (view.detail or "")
             assert view.attempts == 0
             assert b"only-in-the-environment" not in (tmp_path / "ledger.db").read_bytes()
+            s3.client.put_object(Bucket=BUCKET, Key=key, Body=(export.path / name).read_bytes())
+            Orders(stand.database).retry(view.id)
+            await stand.until_done(view.id)
+
+    go(body)
+
+
+class OtherNode(Places):
+    """Of an engine on a node of its own, from which the store can't be reached at first."""
+
+    tries = 0
+
+    def hold(self, url: str, digest: str | None) -> Lease:
+        """As on any node, from the third try on."""
+        self.tries += 1
+        if self.tries < 3:
+            raise StoreUnavailable(f"{url} can't be had")
+        return super().hold(url, digest)
+
+
+def test_a_store_that_an_engines_node_can_not_reach_costs_the_point_no_attempt(tmp_path: Path, s3: S3) -> None:
+    async def body() -> None:
+        stand = Stand(tmp_path, objects=s3.config)
+        export = stand.export("r", 1)
+        there = s3.upload(export)
+        stand.exports[there.url] = export
+        async with stand.running(engines=1):
+            there_too = tmp_path / "other-node"
+            node = stand.runners["e0"]._places = OtherNode(stand.config.objects, there_too)
+            stand.put_run("r")
+            [view] = await stand.until_done(stand.dispatch_path("r", 1, there.url, digest=export.manifest.digest))
+            assert (view.attempts, node.tries) == (1, 3)
+            assert stand.engine("e0").quarantined is None
+            assert len(list((there_too / "objects").glob("*.lock"))) == 2  # its own, and the one of the room
 
     go(body)

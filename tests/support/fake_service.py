@@ -70,8 +70,6 @@ class FakeService:
         match request.url.path.split("/")[1:]:
             case ["points"]:
                 return self._points(request.url.params)
-            case ["runs", _, "advice"]:
-                return self.advice(request.url.params)
             case ["points", point, "serve"]:
                 self.asked.append((f"{request.method} serve {request.content.decode()}".strip(), point))
                 return self._serving(point, open_=request.method == "POST")
@@ -90,16 +88,22 @@ class FakeService:
                 return ScaleReply(group=group, engines=wanted, least=0, most=4)
             case ["status"]:
                 return self._status()
-            case ["runs"]:
-                return RootModel[list[RunView]]([self._run(run) for run in sorted({view.run for view in self.points})])
             case ["drains"]:
                 return DrainPage(drains=tuple(self.open_drains), total=len(self.open_drains))
-            case ["runs", run] if request.method == "PUT":
+            case ["runs", *rest]:
+                return self._of_runs(rest, request)
+        raise NotFound(f"no route {request.url.path}")
+
+    def _of_runs(self, rest: list[str], request: httpx.Request) -> BaseModel:
+        match rest:
+            case []:
+                return RootModel[list[RunView]]([self._run(run) for run in sorted({view.run for view in self.points})])
+            case [_, "advice"]:
+                return self.advice(request.url.params)
+            case [run] if request.method == "PUT":
                 self.specs[run] = RunSpec.model_validate_json(request.content)
                 return self._run(run)
-            case ["runs", run, *verb]:
-                return self._order_of_run(run, "delete" if request.method == "DELETE" else "".join(verb))
-        raise NotFound(f"no route {request.url.path}")
+        return self._order_of_run(rest[0], "delete" if request.method == "DELETE" else "".join(rest[1:]))
 
     def _of_point(self, point: str, rest: list[str], params: httpx.QueryParams) -> BaseModel:
         match rest:

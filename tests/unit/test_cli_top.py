@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
+from eval_service.cli import main
 from eval_service.cli.frames import Looker, plain, render
 from eval_service.contract.curves import DrainView
 from eval_service.contract.errors import Unavailable
@@ -220,3 +222,24 @@ def test_upload_prints_the_url_and_dispatches_from_there(
     ran = command("doctor", told["url"])
     assert ran.code == 1
     assert "snapshot_altered" in ran.out
+
+
+# --- all commands
+
+
+_ASKED = (
+    "status runs points show samples diff compare retry cancel pause resume drain backfill watch scale doctor check "
+    "chaos export fleet hold release delete endpoint top upload"
+)
+_ALONE = {"doctor", "chaos"}  # they talk to no service
+
+
+def test_every_command_for_people_and_scripts_has_json_url_and_its_variable() -> None:
+    found = typer.main.get_command(main.app)
+    commands = found.commands  # type: ignore[attr-defined]
+    assert set(_ASKED.split()) <= set(commands)
+    for name in _ASKED.split():
+        options = {spelling: parameter for parameter in commands[name].params for spelling in parameter.opts}
+        assert "--json" in options, name
+        if name not in _ALONE:
+            assert options["--url"].envvar == "EVALFLEET_URL", name
