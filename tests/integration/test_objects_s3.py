@@ -11,6 +11,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from eval_service.contract import names
 from eval_service.contract.errors import StoreUnavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.ledger.orders import Orders
@@ -74,21 +75,25 @@ def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     client.close()
 
 
-def test_a_snapshot_in_s3_is_published_evaluated_cached_and_collected(tmp_path: Path, s3: S3) -> None:
+def test_snapshots_in_s3_are_published_evaluated_cached_and_collected(tmp_path: Path, s3: S3) -> None:
     async def body() -> None:
-        stand = Stand(tmp_path, objects=s3.config, scan_interval_s=0.2)
-        export = stand.export("r", 1)
-        there = s3.upload(export)
-        stand.exports[there.url] = export
-        async with stand.running(engines=2):
+        stand = Stand(tmp_path, objects=s3.config, scan_interval_s=0.5)
+        async with stand.running(engines=1):
             stand.put_run("r", keep=0, collect_objects=True)
-            digest = export.manifest.digest
-            point = stand.dispatch_path("r", 1, there.url, digest=digest, force=True)
-            [view] = await stand.until_done(point)
-            assert view.snapshot == there.url
-            cached = list((tmp_path / "state" / "objects").glob(f"{digest}-*[0-9a-f]"))
-            assert len(cached) == 1
-            await stand.until(lambda: not s3.names())  # collected: the run says so, and keeps none
+            for step in (1, 2, 3):
+                export = stand.export("r", step)
+                there = s3.upload(export)
+                stand.exports[there.url] = export
+                digest = export.manifest.digest
+                [view] = await stand.until_done(stand.dispatch_path("r", step, there.url, digest=digest, force=True))
+                assert view.snapshot == there.url
+                assert len(list((tmp_path / "state" / "objects").glob(f"{digest}-*.lock"))) == 1
+            # One is the best, and one is in the engine: what is left is nobody's.
+            await stand.until(lambda: sum(name.endswith(names.MANIFEST) for name in s3.names()) == 2)
+            assert sum(name.endswith(names.COMPLETE) for name in s3.names()) == 2
+            Orders(stand.database).delete_run("r")
+            await stand.until(lambda: not s3.names())
+            assert all(export.path.exists() for export in stand.exports.values())  # what is not ours to know of
 
     go(body)
 
