@@ -21,18 +21,20 @@ from eval_service.controller.run_threads import RunThreads
 from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import (
     Refused,
+    collect,
     find_leftovers,
     remove_held,
     remove_leftover,
     remove_results,
     tend_trash,
 )
-from eval_service.gc.objects import collect_anywhere, manifest_of, sweep
+from eval_service.gc.objects import collect_objects, manifest_of, sweep
 from eval_service.gc.plan import Deletion, LeftoverKind, plan_deletions, plan_leftovers
 from eval_service.intake import Found, Scan, scan_run
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.retention import Held, Retention, RunPlace, Undescribed
 from eval_service.objects.places import Places
+from eval_service.objects.urls import is_url
 
 log = logging.getLogger(__name__)
 LEFTOVERS_EVERY_S = 300.0
@@ -232,7 +234,9 @@ class Housekeeping:
             return False
         confirm = partial(self._retention.deleted, deletion.id)
         try:
-            work = partial(collect_anywhere, deletion, place.root, confirm, self._places)
+            work = partial(collect, deletion, place.root, confirm)
+            if is_url(deletion.path):
+                work = partial(collect_objects, deletion, self._places.cache.store, confirm)
             await self._deletions.run(place.run, work, timeout_s=DELETE_S)
         except Refused as exc:
             log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)

@@ -13,7 +13,7 @@ from pathlib import Path
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault, SnapshotMissing
 from eval_service.contract.manifest import Manifest, parse_manifest, read_manifest
-from eval_service.gc.collect import Collected, Refused, collect
+from eval_service.gc.collect import Collected, Refused
 from eval_service.gc.plan import Deletion
 from eval_service.objects.config import ObjectsConfig
 from eval_service.objects.fetch import MANIFEST_BYTES, size_of
@@ -23,13 +23,6 @@ from eval_service.objects.urls import is_url, join, last_of, lies_under, parent_
 
 DELETE_S = 600.0
 READ_S = 60.0
-
-
-def collect_anywhere(deletion: Deletion, root: Path, confirm: Callable[[], bool], places: Places) -> Collected:
-    """Delete a snapshot from where it lies; see `collect` and `collect_objects`."""
-    if not is_url(deletion.path):
-        return collect(deletion, root, confirm)
-    return collect_objects(deletion, places.cache.store, confirm)
 
 
 def collect_objects(deletion: Deletion, store: ObjectStore, confirm: Callable[[], bool]) -> Collected:
