@@ -102,7 +102,8 @@ def find_leftovers(root: Path, run: str) -> list[Leftover]:
                 continue  # published or removed while we looked, or no directory of ours
             found.append(Leftover(run, entry, kind, touched_at))
         for place in _PLACES_OF_FILES:
-            found += (Leftover(run, f"{place}/{name}", LeftoverKind.HALF, at) for name, at in _half_written(handle, place))
+            half = _half_written(handle, place)
+            found += [Leftover(run, f"{place}/{name}", LeftoverKind.HALF, at) for name, at in half]
     return found
 
 
