@@ -143,7 +143,10 @@ class NodeCache:
             fetch_into(part, self.store, url, manifest, data, until, parallel=self._parallel)
             part.rename(self.directory / key)
         except OSError as exc:
-            why = "the disk is full" if exc.errno == errno.ENOSPC else str(exc)
+            why = str(exc)
+            if exc.errno == errno.ENOSPC:
+                self._make_way(size)
+                why = "the disk is full"
             raise StoreUnavailable(f"{self.directory}: {why}", field="objects.cache_dir") from exc
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -172,6 +175,13 @@ class NodeCache:
             if self._evict(key):
                 used -= bytes_of_it
         return used + size <= self._bound_bytes
+
+    def _make_way(self, size: int) -> None:
+        """The disk is full below the bound: let as much go as did not fit."""
+        with self._alone("room") as alone:
+            for key in sorted(self._entries(), key=self._used_at) if alone else ():
+                bytes_of_it = _bytes_in(self.directory / key)
+                size -= bytes_of_it if size > 0 and self._evict(key) else 0
 
     def _sweep_leftovers(self) -> None:
         for path in list(self.directory.iterdir()):

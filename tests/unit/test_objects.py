@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -27,6 +29,9 @@ from eval_service.contract.errors import (
 )
 from eval_service.contract.manifest import read_manifest
 from eval_service.contract.snapshot import Published
+from eval_service.engine.nearby import near
+from eval_service.engine.pin import PinFailed
+from eval_service.engine.protocol import PinError, PinOrder
 from eval_service.fleet_config import FleetConfig
 from eval_service.gc.collect import Refused
 from eval_service.gc.objects import collect_objects
@@ -323,6 +328,43 @@ def test_what_is_in_use_is_never_removed_and_a_fetch_waits_for_it(shop: Shop, tm
     cache.hold(*two, soon()).release()
     timer.join(WAIT_S)
     assert (cache.has(*one), cache.has(*two)) == (False, True)
+
+
+def test_a_disk_that_is_full_below_the_bound_lets_what_is_not_in_use_go(shop: Shop, tmp_path: Path) -> None:
+    (one, two, _), _ = three(shop, tmp_path)
+    cache = cache_of(shop)
+    cache.hold(*one, soon()).release()
+
+    def full(url: str) -> None:
+        if url.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shop.before = full
+    with pytest.raises(StoreUnavailable, match="disk is full"):
+        cache.hold(*two, soon())
+    assert not cache.has(*one)
+    shop.before = lambda url: None
+    cache.hold(*two, soon()).release()
+
+
+def test_a_pin_loads_from_the_nodes_cache_and_tells_what_is_not_sound(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    config = ObjectsConfig(prefixes=(shop.prefix,), attempts=1)
+    order = PinOrder(there.url, published.manifest, "label")
+
+    async def pin(places: Places) -> PinOrder:
+        async with near(places, order) as here:
+            return here
+
+    places = Places(config, shop.root)
+    here = asyncio.run(pin(places))
+    assert Path(here.snapshot).parent == Path(here.roots[0]) == places.cache.directory
+    altered(local(there.url), published.manifest.files[-1].name)
+    for at, error in ((Places(), PinError.REFUSED), (Places(config, shop.root / "other"), PinError.NOT_VISIBLE)):
+        with pytest.raises(PinFailed) as caught:
+            asyncio.run(pin(at))
+        assert caught.value.error is error
+    assert "snapshot_altered" in caught.value.detail
 
 
 def test_a_snapshot_larger_than_the_cache_is_refused_by_name(shop: Shop, tmp_path: Path) -> None:
