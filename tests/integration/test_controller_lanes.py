@@ -224,8 +224,8 @@ def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_sn
             await stand.until_ready()
             stand.put_run("r")
             await stand.until_done(stand.dispatch("r", 0))
-            fleet, pins = stand.acting.fleet, []
-            send = fleet.send
+            fleet, pins = stand.acting.fleet, list[str]()
+            send: Callable[..., asyncio.Future[CommandResult]] = fleet.send
 
             def deadly(engine: str, kind: CommandKind, order: PinOrder | None = None) -> asyncio.Future[CommandResult]:
                 if order is not None and order.manifest.step == 1:
