@@ -133,7 +133,7 @@ def test_an_object_that_was_cut_short_is_a_fault_and_no_engine_is_touched(tmp_pa
             assert b"only-in-the-environment" not in (tmp_path / "ledger.db").read_bytes()
             s3.client.put_object(Bucket=BUCKET, Key=key, Body=(export.path / name).read_bytes())
             Orders(stand.database).retry(view.id)
-            await stand.until_done(view.id)
+            await stand.until_state(view.id, PointState.DONE)
 
     go(body)
 
