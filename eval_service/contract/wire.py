@@ -355,7 +355,6 @@ class EngineView(Wire):
     weight_version: str | None
     point: str | None = Field(description="the point whose lane it is leased to")
     in_flight: int
-    tokens_s: float | None = Field(default=None, description="of the answers of the last 10 s; None: not known")
     restarts: int
     heard_at: float
 

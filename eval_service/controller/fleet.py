@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +30,6 @@ from eval_service.engine.protocol import (
 from eval_service.fleet_config import GroupConfig
 
 FORGET_S = 60.0
-SPOKEN_S = 10.0  # that tokens a second are told of
 QUARANTINE_S = 30.0  # then the engine is started anew; doubled each time that it fails again
 MAX_QUARANTINE_S = 900.0
 MAX_USELESS = 3  # answers that were no use, of one boot of an engine whose pins were proven
@@ -70,7 +68,6 @@ class Engine:
     retry_at: float = 0.0
     strikes: int = 0  # quarantines since it was last proven
     useless: int = 0
-    spoken: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many tokens
     lost: bool = False
     released: bool = False
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -104,12 +101,6 @@ class Engine:
         if self.quarantined is not None:
             return EngineState.QUARANTINED
         return EngineState.PINNING if self.sent and self.ready else self.report.state
-
-    def tokens_s(self, now: float) -> float:
-        """Tokens a second of the answers of late."""
-        while self.spoken and self.spoken[0][0] < now - SPOKEN_S:
-            self.spoken.popleft()
-        return sum(tokens for _, tokens in self.spoken) / SPOKEN_S
 
     def next_command(self) -> Command | None:
         """The first command that the replica does not have."""
@@ -339,11 +330,6 @@ class Fleet:
         """Engines that may be leased now."""
         return [engine for engine in self.leasable() if engine.free]
 
-    def note_tokens(self, engine_id: str, tokens: int) -> None:
-        """An engine answered a sample."""
-        if (engine := self.engines.get(engine_id)) is not None:
-            engine.spoken.append((self._clock(), tokens))
-
     def loading(self) -> frozenset[str]:
         """Directories that engines were told to load and have not said that they are done with."""
         orders = (sent.command.pin for engine in self.engines.values() for sent in engine.sent.values())
@@ -365,7 +351,7 @@ class Fleet:
 
     def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int], size: Size) -> GroupView:
         engines = tuple(
-            _engine_view(engine, in_flight(engine.id), engine.tokens_s(self._clock()))
+            _engine_view(engine, in_flight(engine.id))
             for engine in sorted(self.engines.values(), key=lambda engine: engine.id)
             if engine.report.group == name
         )
@@ -387,7 +373,7 @@ def _died(command: str, detail: str) -> CommandResult:
     return CommandResult(command, ok=False, error=PinError.DIED, detail=detail)
 
 
-def _engine_view(engine: Engine, in_flight: int, tokens_s: float) -> EngineView:
+def _engine_view(engine: Engine, in_flight: int) -> EngineView:
     report = engine.report
     return EngineView(
         id=engine.id,
@@ -404,7 +390,6 @@ def _engine_view(engine: Engine, in_flight: int, tokens_s: float) -> EngineView:
         weight_version=engine.pinned.weight_version if engine.pinned else None,
         point=engine.point,
         in_flight=in_flight,
-        tokens_s=tokens_s,
         restarts=report.restarts,
         heard_at=engine.heard_wall,
     )

@@ -64,7 +64,6 @@ class Generation:
         patience_s: of one sample, waits and runs together; what bounds a run is the router's limit.
         useless: called with the id of an engine whose answer was no use, and why.
         answered: called after each sample with its seconds on an engine, None where none answered it.
-        spoke: called with the id of an engine and the tokens of its answer.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Generation:
         patience_s: float,
         useless: Callable[[str, str], None],
         answered: Callable[[float | None], None],
-        spoke: Callable[[str, int], None] = lambda engine, tokens: None,
     ) -> None:
         self._suite = suite
         self._router = router
@@ -88,7 +86,6 @@ class Generation:
         self._patience_s = patience_s
         self._useless = useless
         self._answered = answered
-        self._spoke = spoke
         self._asks = tuple(suite.asks())
         self._made = 0
         self._answers: dict[int, Answered] = {}
@@ -130,8 +127,6 @@ class Generation:
             self._made += 1
             answer = await self._sample(ask)
             self._answers[ask.index] = answer
-            if answer.generated is not None:
-                self._spoke(answer.engine, answer.generated.output_tokens)
             self._answered(answer.latency_s if answer.generated else None)
 
     async def _sample(self, ask: Ask) -> Answered:

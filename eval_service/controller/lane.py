@@ -137,7 +137,6 @@ class Lane:
             patience_s=self.parts.patience_s,
             useless=self._useless,
             answered=self._answered,
-            spoke=self.parts.fleet.note_tokens,
         )
         return self._generation
 

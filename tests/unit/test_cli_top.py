@@ -37,7 +37,7 @@ WAIT_S = 30.0
 @pytest.fixture
 def service() -> FakeService:
     running = point(200, state=PointState.RUNNING)
-    busy = engine("eval-1", point=running.id, in_flight=7, tokens_s=1234.0, weight_version="abcd.1")
+    busy = engine("eval-1", point=running.id, in_flight=7, weight_version="abcd.1")
     group = GroupView(name="eval", kind="pinned", grade="fake", desired=1, ready=1, engines=(busy,))
     drain = DrainView(drain="d1", run="demo", started_at=time.time(), deadline=time.time() + 60, ended_at=None)
     attempt = AttemptView(number=1, started_at=1.0, ended_at=3.5, outcome="lost", detail="e9 died", engines=("e9",))
@@ -57,7 +57,7 @@ def test_one_frame_without_a_terminal_has_all_that_goes_on(command: Command) -> 
     ran = command("top", "--once")
     assert ran.code == 0
     assert "\x1b" not in ran.out
-    told = ("demo", "eval-1", "1234", "abcd.1", "running", "queue: 1", "drains", "epoch 3", "letters 0.500")
+    told = ("demo", "eval-1", "abcd.1", "running", "queue: 1", "drains", "epoch 3", "letters 0.500")
     assert [word for word in told if word not in ran.out] == []
 
 
@@ -65,7 +65,7 @@ def test_one_frame_as_json_is_one_document(command: Command) -> None:
     frame = json.loads(command("top", "--once", "--json").out)
     assert [view["step"] for view in frame["under_way"]] == [200]
     assert [view["step"] for view in frame["queued"]] == [300]
-    assert frame["fleet"]["groups"][0]["engines"][0]["tokens_s"] == 1234.0
+    assert frame["fleet"]["groups"][0]["engines"][0]["in_flight"] == 7
     assert frame["drains"][0]["drain"] == "d1"
 
 

@@ -66,26 +66,6 @@ def go(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-def test_an_engine_is_shown_with_the_tokens_a_second_of_its_last_answers(bench: Bench) -> None:
-    def told() -> float | None:
-        [engine] = bench.fleet.view(lambda _: 0).groups[0].engines
-        return engine.tokens_s
-
-    async def body() -> None:
-        await bench.poll()
-        bench.fleet.note_tokens("e", 100)
-        bench.now = 5.0
-        bench.fleet.note_tokens("e", 50)
-        bench.fleet.note_tokens("gone", 1)
-        assert told() == 15.0
-        bench.now = 12.0
-        assert told() == 5.0
-        bench.now = 100.0
-        assert told() == 0.0
-
-    go(body)
-
-
 def test_a_command_is_handed_out_again_until_a_report_says_that_it_was_taken(bench: Bench) -> None:
     async def body() -> None:
         await bench.poll()
