@@ -154,11 +154,12 @@ class NodeCache:
 
     def _part(self, key: str, size: int) -> Path | None:
         """Where to fetch to, its room promised; None where there is none now."""
+        for left in self.directory.glob(f"{key}.part-*"):  # of one who was killed: the key's lock is ours now
+            shutil.rmtree(left, ignore_errors=True)
         with self._alone("room") as alone:
             if not alone or not self._make_room(size):
                 return None
             part = self.directory / f"{key}.part-{size}"
-            shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
         return part
 

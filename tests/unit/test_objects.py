@@ -287,6 +287,10 @@ def test_a_fetch_that_was_killed_is_swept_and_begun_anew(shop: Shop, published: 
     cache.sweep()
     assert not list(cache.directory.glob("*.part-*"))
     cache.hold(there.url, published.manifest.digest, soon()).release()
+    key = next(cache.directory.glob("*-*.lock")).stem
+    (cache.directory / key).rename(cache.directory / f"{key}.part-1")  # as another would have left it
+    cache.hold(there.url, published.manifest.digest, soon()).release()
+    assert not list(cache.directory.glob("*.part-*"))
 
 
 # --- the bound
