@@ -90,7 +90,7 @@ def test_an_export_that_ended_before_its_checks_is_described_later_and_deleted(l
     ledger.orders.cancel(ref.id)
     ledger.look()
     (found,) = ledger.retention.undescribed()
-    assert (found.run, found.step, found.path, found.digest) == ("r1", 1, ledger.path(1), "a" * 32)
+    assert (found.run, found.step, found.path, found.digest) == ("r1", 1, str(ledger.path(1)), "a" * 32)
     assert not ledger.retention.describe(found, ledger.manifest(1, "b" * 32))
     assert not ledger.retention.describe(found, ledger.manifest(2))
     assert spare(ledger) == []
