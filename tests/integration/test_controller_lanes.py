@@ -244,6 +244,44 @@ def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_sn
     go(body)
 
 
+@pytest.mark.parametrize("fault", ["loads nothing", "dies of what others hold"])
+def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the_snapshot_is_to_blame(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What it boots with it holds without loading; and what was proven once is sound."""
+
+    async def body() -> None:
+        async with stand_of(prompts=4).running(1, latency_s=0.2) as stand:
+            await stand.until_ready()
+            for run in ("r", "q"):
+                stand.put_run(run)
+            suspect = stand.export("r", 1)
+            if fault != "loads nothing":
+                await stand.until_done(stand.dispatch("r", 1, suspect))
+            await stand.turn("e0", latency_s=4.0)
+            busy = stand.dispatch("q", 5)
+            await stand.until_state(busy, PointState.RUNNING)
+            await stand.turn("e0", latency_s=0.0)
+            stand.start_engine("bad", wrong_weights=fault == "loads nothing")
+            await stand.until_ready()
+            await stand.until_done(stand.dispatch("r", 0, stand.export("r", 0, seed=0)))  # as it boots
+            send: Callable[..., asyncio.Future[CommandResult]] = stand.acting.fleet.send
+
+            def deadly(engine: str, kind: CommandKind, order: PinOrder | None = None) -> asyncio.Future[CommandResult]:
+                if order is not None and order.manifest.step == 1 and engine == "bad" and fault != "loads nothing":
+                    stand.kill_server(engine)
+                return send(engine, kind, order)
+
+            monkeypatch.setattr(stand.acting.fleet, "send", deadly)
+            point = stand.dispatch("r", 1, suspect)
+            [view, _] = await stand.until_done(point, busy)
+            assert view.attempts == 1
+            assert {sample.engine for sample in stand.samples(point)} == {"e0"}
+            await stand.until(lambda: stand.engine("bad").quarantined)
+
+    go(body)
+
+
 def test_engines_of_a_lane_that_disagree_are_both_doubted_and_to_have_come_first_is_no_proof(stand_of: Make) -> None:
     """The first one lies: its samples must not become the result."""
 
