@@ -12,6 +12,7 @@ import pytest
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import EngineState
 from eval_service.engine.protocol import CommandKind, CommandResult, PinOrder
+from eval_service.ledger.orders import Orders
 from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
@@ -258,10 +259,9 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
             suspect = stand.export("r", 1)
             if fault != "loads nothing":
                 await stand.until_done(stand.dispatch("r", 1, suspect))
-            await stand.turn("e0", latency_s=4.0)
+            await stand.turn("e0", latency_s=100.0)
             busy = stand.dispatch("q", 5)
-            await stand.until_state(busy, PointState.RUNNING)
-            await stand.turn("e0", latency_s=0.0)
+            await stand.until(lambda: stand.lane(busy)._in_flight("e0"))
             stand.start_engine("bad", wrong_weights=fault == "loads nothing")
             await stand.until_ready()
             await stand.until_done(stand.dispatch("r", 0, stand.export("r", 0, seed=0)))  # as it boots
@@ -274,10 +274,13 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
 
             monkeypatch.setattr(stand.acting.fleet, "send", deadly)
             point = stand.dispatch("r", 1, suspect)
-            [view, _] = await stand.until_done(point, busy)
+            await stand.until(lambda: "bad" in stand.lane(point)._suspicions)
+            await stand.turn("e0", latency_s=0.0)
+            Orders(stand.database).cancel(busy)
+            [view] = await stand.until_done(point)
             assert view.attempts == 1
             assert {sample.engine for sample in stand.samples(point)} == {"e0"}
-            await stand.until(lambda: stand.engine("bad").quarantined)
+            assert stand.engine("bad").quarantined
 
     go(body)
 
