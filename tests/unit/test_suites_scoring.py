@@ -109,6 +109,7 @@ async def test_a_scorer_that_hangs_on_all_of_a_points_samples_holds_up_no_other_
         assert await asyncio.gather(*others) == [[Score(1.0)] * 100] * 2
         assert not stuck.done()
         stuck.cancel()
+        await asyncio.wait((stuck,))
     finally:
         pool.close()
 
