@@ -152,7 +152,8 @@ async def test_close_ends_the_processes_and_what_they_are_at() -> None:
     pool = ScorerPool(1, 60.0, [_BAD])
     [process] = await pool.score("pid", ["a"], [""])
     stuck = asyncio.create_task(pool.score("hangs_on_bad", ["bad", "b"], ["", ""]))
-    await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)  # until a thread has it
     pool.close()
     with pytest.raises((ScorerPoolFailed, asyncio.CancelledError)):
         await stuck
