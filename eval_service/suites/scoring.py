@@ -125,15 +125,21 @@ class ScorerPool:
 
     async def _run(self, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
         """One reply a pair, in their order."""
-        chunks = (pairs[start : start + _CHUNK] for start in range(0, len(pairs), _CHUNK))
-        caller = Caller()
-        jobs = [asyncio.ensure_future(self._job(caller, request, chunk)) for chunk in chunks]
+        chunks = [pairs[start : start + _CHUNK] for start in range(0, len(pairs), _CHUNK)]
+        caller, left, found = Caller(), iter(enumerate(chunks)), dict[int, _Replies]()
+
+        async def work() -> None:
+            for number, chunk in left:
+                found[number] = await self._job(caller, request, chunk)
+
+        jobs = [asyncio.ensure_future(work()) for _ in chunks[: self._processes]]
         try:
-            return [reply for replies in await asyncio.gather(*jobs) for reply in replies]
+            await asyncio.gather(*jobs)
         finally:
             caller.left = True
             for job in jobs:
                 job.cancel()
+        return [reply for number in range(len(chunks)) for reply in found[number]]
 
     async def _job(self, caller: Caller, request: dict[str, Any], chunk: list[_Pair]) -> _Replies:
         await self._turns.take(caller)
