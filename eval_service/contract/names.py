@@ -48,8 +48,11 @@ def check_run(run: str) -> str:
     """Return `run` if it can name a run.
 
     Raises:
-        InvalidRequest: for an empty or long name, a separator, or one that starts with a dot.
+        InvalidRequest: for an empty or long name, a separator, one that starts with a dot, or one of a run's own
+            directories: where a root lies within another run's, that run's deletion would take it.
     """
+    if run in (OUTBOX, EVALS):
+        raise InvalidRequest(f"{run!r} can't name a run", field="run", hint="a directory within each run has that name")
     if not _RUN.fullmatch(run) or ".." in run:
         raise InvalidRequest(
             f"{run!r} can't name a run",

@@ -142,6 +142,7 @@ class Fleet:
         self._clock = clock
         self.engines: dict[str, Engine] = {}
         self.last_good: Good | None = None
+        self.proven: set[str] = set()  # digests of all snapshots that any engine was proven to hold
 
     # --- replicas
 
@@ -268,6 +269,7 @@ class Fleet:
         """It holds this, proven."""
         engine = self.engines[engine_id]
         engine.last_good = self.last_good = good
+        self.proven.add(good.order.manifest.digest)
         engine.strikes = 0
 
     def quarantine(self, engine_id: str, why: str) -> None:

@@ -283,7 +283,7 @@ class Housekeeping:
             return
         reserved = await self._ledger(self._retention.reserved_runs)
         held = {Path(held.path).name for held in await self._ledger(self._retention.held)}
-        idle_s = self._service.leftover_idle_s
+        idle_s = 0.0 if place.deleting else self._service.leftover_idle_s  # nobody looks after it is forgotten
         for leftover in plan_leftovers(found, reserved, held, now=time.time(), idle_s=idle_s):
             work = partial(remove_leftover, leftover, place.root)
             if leftover.kind is LeftoverKind.TRASH:

@@ -37,7 +37,7 @@ class Verdict(StrEnum):
     PROVEN = "proven"
     ENGINE = "engine"  # the engine is at fault, or gone; it was quarantined if it still answers
     SNAPSHOT = "snapshot"  # the engine loads a good snapshot and not this one
-    SUSPECT = "suspect"  # the engine does not load this one, and there is no good one to try
+    SUSPECT = "suspect"  # the engine does not load this one, and may be at fault itself
     DISPUTED = "disputed"  # started anew it still disagrees with the only engine that holds the snapshot, or two do
     NOT_VISIBLE = "not_visible"  # its files did not reach the engine's node in time
     FENCED = "fenced"  # another controller acts
@@ -186,7 +186,9 @@ class Pinner:
             return self._engines_fault(engine_id, _told(again))
         if again.error is PinError.LABEL:  # what it calls what it holds is no doing of what it holds
             return self._engines_fault(engine_id, _told(again))
-        return Outcome(Verdict.SUSPECT if good is None else Verdict.SNAPSHOT, detail=_told(again))
+        # Unchanged, it may load nothing at all: the good one may be what it boots with, or held anyway.
+        weak = good is None or again.error is PinError.UNCHANGED or self.order.manifest.digest in self.fleet.proven
+        return Outcome(Verdict.SUSPECT if weak else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:
         self.fleet.quarantine(engine_id, why)

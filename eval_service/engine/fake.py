@@ -55,6 +55,7 @@ class Knobs:
     latency_s: float = 0.0  # of each /generate
     update_s: float = 0.0  # of each /update_weights_from_disk
     health_s: float = 0.0  # of each /health
+    paused_health_s: float = 20.0  # of a /health in a pause, which ends with 503
     paused_by_update: bool = False  # from the next update on, generation waits for ever
     hang: bool = False  # nothing is ever answered
     unavailable: bool = False  # 503 to everything but /health and /_knobs
@@ -140,6 +141,8 @@ class FakeEngine:
         self._in_flight = 0
         self._updating = asyncio.Lock()
         self._paused = False
+        self._going = asyncio.Event()
+        self._going.set()
         self.orders = Orders(Path(self.knobs.orders), self.knobs) if self.knobs.orders else None
 
     def app(self) -> web.Application:
@@ -160,8 +163,8 @@ class FakeEngine:
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/update_weights_from_disk", self._update),
                 web.post("/flush_cache", ok),
-                web.post("/pause_generation", ok),
-                web.post("/continue_generation", ok),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
                 web.post("/abort_request", self._abort_request),
                 web.post("/weights_checker", self._checksum),
                 web.post("/_knobs", self._turn),
@@ -198,6 +201,18 @@ class FakeEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.knobs.health_s)
+        if not self._going.is_set():
+            await asyncio.sleep(self.knobs.paused_health_s)
+            return web.Response(text="", status=503)
+        return web.Response(text="")
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._going.clear()
+        self._abort_all()
+        return web.Response(text="")
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self._going.set()
         return web.Response(text="")
 
     async def _turn(self, request: web.Request) -> web.Response:
@@ -274,6 +289,7 @@ class FakeEngine:
                 os._exit(1)  # as SGLang
             if len(_tokens(prompt)) + wanted > self._context or len(_tokens(prompt)) >= self._context:
                 return _refused(f"The input is longer than the model's context length ({self._context} tokens).")
+        await self._going.wait()
         async with self._updating:
             self._in_flight += 1
             self._idle.clear()

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -25,6 +25,7 @@ from typing import Any
 
 from eval_service.contract.errors import EvalfleetError
 from eval_service.secrets_apart import without_secrets
+from eval_service.suites.turns import SPARE, Caller, Turns
 
 _CHUNK = 64
 _START_TIMEOUT_S = 60.0
@@ -82,7 +83,10 @@ _Replies = list[dict[str, Any]]
 
 
 class ScorerPool:
-    """At most `processes` scorers at once, `timeout_s` for each sample. Importing `modules` registers more scorers."""
+    """At most `processes` scorers at once beside those that hang, `timeout_s` for each sample.
+
+    Importing `modules` registers more scorers.
+    """
 
     def __init__(self, processes: int, timeout_s: float, modules: Sequence[str] = ()) -> None:
         if processes < 1:
@@ -91,7 +95,9 @@ class ScorerPool:
             raise ValueError(f"timeout_s: {timeout_s} is no deadline; use seconds above 0")
         self._timeout_s = timeout_s
         self._modules = tuple(modules)
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scorer")
+        self._processes = processes
+        self._turns = Turns(processes)
+        self._threads = ThreadPoolExecutor(processes + SPARE, thread_name_prefix="scorer")
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all: set[_Process] = set()
         self._lock = threading.Lock()
@@ -119,12 +125,38 @@ class ScorerPool:
 
     async def _run(self, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
         """One reply a pair, in their order."""
+        chunks = [pairs[start : start + _CHUNK] for start in range(0, len(pairs), _CHUNK)]
+        caller, left, found = Caller(), iter(enumerate(chunks)), dict[int, _Replies]()
+
+        async def work() -> None:
+            for number, chunk in left:
+                found[number] = await self._job(caller, request, chunk)
+
+        jobs = [asyncio.ensure_future(work()) for _ in chunks[: self._processes]]
+        try:
+            await asyncio.gather(*jobs)
+        finally:
+            caller.left = True
+            for job in jobs:
+                job.cancel()
+        return [reply for number in range(len(chunks)) for reply in found[number]]
+
+    async def _job(self, caller: Caller, request: dict[str, Any], chunk: list[_Pair]) -> _Replies:
+        await self._turns.take(caller)
         loop = asyncio.get_running_loop()
-        chunks = (pairs[start : start + _CHUNK] for start in range(0, len(pairs), _CHUNK))
-        if self._closed:
-            raise ScorerPoolFailed("the scorer pool is closed")
-        jobs = [loop.run_in_executor(self._threads, self._chunk, request, chunk) for chunk in chunks]
-        return [reply for replies in await asyncio.gather(*jobs) for reply in replies]
+        try:
+            if self._closed:
+                raise ScorerPoolFailed("the scorer pool is closed")
+            work = self._threads.submit(self._chunk, caller, request, chunk)
+        except BaseException:
+            self._turns.give_back(caller)
+            raise
+        work.add_done_callback(lambda _: self._over(loop, caller))  # its thread may be at work when nobody waits
+        return await asyncio.wrap_future(work)
+
+    def _over(self, loop: asyncio.AbstractEventLoop, caller: Caller) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._turns.give_back, caller)
 
     def close(self) -> None:
         """End every process at once; what is being scored ends in ScorerPoolFailed."""
@@ -137,18 +169,21 @@ class ScorerPool:
             process.end()
         self._all.clear()
 
-    def _chunk(self, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
-        """Until all are answered. What a process leaves unanswered when it ends is asked again: if it went in order,
-        the first of them is the one that ended it; if they ran together, each goes by itself from then on.
+    def _chunk(self, caller: Caller, request: dict[str, Any], pairs: list[_Pair]) -> _Replies:
+        """Until all are answered, or nobody waits for them. What a process leaves unanswered when it ends is asked
+        again: if it went in order, the first of them is the one that ended it; if they ran together, each goes by
+        itself from then on.
         """
         replies: dict[int, dict[str, Any]] = {}
         untaken, alone = 0, False
         while left := [number for number in range(len(pairs)) if number not in replies]:
+            if caller.left:
+                raise ScorerPoolFailed("nobody waits for the scores any more")
             if untaken >= _MAX_UNTAKEN:
                 raise ScorerPoolFailed(f"{untaken} scorer processes ended before they had read a sample")
             asked = left[:1] if alone else left
             process = self._take()
-            found, ending = process.ask(request, [pairs[number] for number in asked])
+            found, ending = process.ask(request, [pairs[number] for number in asked], caller.heard)
             untaken = 0 if found or ending else untaken + 1
             replies |= {asked[number]: reply for number, reply in found.items()}
             if ending is not None:
@@ -157,7 +192,7 @@ class ScorerPool:
                     replies[asked[len(found)]] = {"error": ending}
                 else:
                     alone = True
-            if process.alive:
+            if process.alive and self._idle.qsize() < self._processes:
                 self._idle.put(process)
             else:
                 self._drop(process)
@@ -215,7 +250,9 @@ class _Process:
         if isinstance(reply, str):
             raise ScorerPoolFailed(f"a scorer process did not start: {reply}", hint="its own output says why")
 
-    def ask(self, request: dict[str, Any], pairs: list[_Pair]) -> tuple[dict[int, dict[str, Any]], str | None]:
+    def ask(
+        self, request: dict[str, Any], pairs: list[_Pair], heard: Callable[[], None]
+    ) -> tuple[dict[int, dict[str, Any]], str | None]:
         """Replies by number, and how it ended if it did so before all were answered: then it is dead.
 
         Neither means that it had died before it could read them, which is no sample's fault.
@@ -237,6 +274,7 @@ class _Process:
             if isinstance(reply, str):
                 return found, reply
             found[reply.pop("number")] = reply
+            heard()
         return found, None
 
     def kill(self) -> None:

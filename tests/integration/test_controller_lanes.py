@@ -12,6 +12,7 @@ import pytest
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import EngineState
 from eval_service.engine.protocol import CommandKind, CommandResult, PinOrder
+from eval_service.ledger.orders import Orders
 from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
@@ -240,6 +241,46 @@ def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_sn
             assert (view.state, view.reason, len(pins), view.attempts) == (*ends, 4, 1)
             await stand.until_done(stand.dispatch("r", 2))
             assert stand.engine("e0").quarantined is None
+
+    go(body)
+
+
+@pytest.mark.parametrize("fault", ["loads nothing", "dies of what others hold"])
+def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the_snapshot_is_to_blame(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What it boots with it holds without loading; and what was proven once is sound."""
+
+    async def body() -> None:
+        async with stand_of(prompts=4).running(1, latency_s=0.2) as stand:
+            await stand.until_ready()
+            for run in ("r", "q"):
+                stand.put_run(run)
+            suspect = stand.export("r", 1)
+            if fault != "loads nothing":
+                await stand.until_done(stand.dispatch("r", 1, suspect))
+            await stand.turn("e0", latency_s=100.0)
+            busy = stand.dispatch("q", 5)
+            await stand.until(lambda: stand.lane(busy)._in_flight("e0"))
+            stand.start_engine("bad", wrong_weights=fault == "loads nothing")
+            await stand.until_ready()
+            await stand.until_done(stand.dispatch("r", 0, stand.export("r", 0, seed=0)))  # as it boots
+            send: Callable[..., asyncio.Future[CommandResult]] = stand.acting.fleet.send
+
+            def deadly(engine: str, kind: CommandKind, order: PinOrder | None = None) -> asyncio.Future[CommandResult]:
+                if order is not None and order.manifest.step == 1 and engine == "bad" and fault != "loads nothing":
+                    stand.kill_server(engine)
+                return send(engine, kind, order)
+
+            monkeypatch.setattr(stand.acting.fleet, "send", deadly)
+            point = stand.dispatch("r", 1, suspect)
+            await stand.until(lambda: "bad" in stand.lane(point)._suspicions)
+            await stand.turn("e0", latency_s=0.0)
+            Orders(stand.database).cancel(busy)
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+            assert {sample.engine for sample in stand.samples(point)} == {"e0"}
+            assert stand.engine("bad").quarantined
 
     go(body)
 

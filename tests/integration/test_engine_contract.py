@@ -244,6 +244,17 @@ def test_the_canary_of_other_weights_fails_the_pin(served: Served) -> None:
     assert caught.value.error is PinError.CANARY
 
 
+def test_no_prefix_that_was_cached_survives_a_pin(served: Served) -> None:
+    def cached() -> int:
+        answer = served.generate(input_ids=IDS, sampling_params={"max_new_tokens": 1}).json()
+        return int(answer["meta_info"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0 or served.grade == "fake"
+    served.loop.run(served.server.pinner.pin(_order(served.other, None, "cache.1")))
+    assert cached() == 0
+
+
 def test_no_key_stands_in_a_command_line_or_in_the_log(served: Served) -> None:
     pid = served.server.process.server_pid
     assert pid is not None
@@ -293,12 +304,14 @@ def test_a_pause_and_its_end_are_200_and_it_generates_afterwards(served: Served)
     assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
 
 
-def test_the_weights_checker_takes_a_snapshot_anywhere_and_compares_with_cuda_alone(served: Served) -> None:
+def test_the_weights_checker_takes_and_resets_tensors_anywhere_and_compares_with_cuda_alone(served: Served) -> None:
     answers = [
         served.call("POST", "/weights_checker", {"action": action}, key="admin").status_code
-        for action in ("snapshot", "compare", "checksum")
+        for action in ("snapshot", "compare", "checksum", "reset_tensors")
     ]
-    assert answers == [200, 400, 400]
+    assert answers == [200, 400, 400, 200]
+    assert served.load(served.boot.path, weight_version="loaded anew").status_code == 200
+    assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -314,30 +327,73 @@ def test_an_update_that_cannot_be_right_is_200_with_the_new_label(served: Served
     assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
 
 
-@pytest.mark.destructive
-@pytest.mark.parametrize("grade", ["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
-@pytest.mark.parametrize("what", ["a short norm"])
-def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(grade: str, what: str, tmp_path: Path) -> None:
-    """On an engine of its own: it does not come back."""
-    boot = make_model(tmp_path / "boot", seed=1)
-    group = GroupConfig.model_validate({"model": boot.path, "grade": grade, "start_timeout_s": 110})
-    bad = odd_model(tmp_path / "odd", what)
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """An engine for each way to end one; the first of them stood paused while the other started."""
 
-    async def body() -> None:
-        server = await boot_server(group, BootOptions(log=tmp_path / "engine.log"), SystemClock())
+    engines: dict[str, Served]
+    while_paused: list[int]  # what it answered: to the pause, /health, the end of the pause, /health, /generate
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
+def doomed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
+    root = tmp_path_factory.mktemp("doomed")
+    boot = make_model(root / "boot", seed=1)
+    knobs = {"overrides": {"paused_health_s": 0.1}} if request.param == "fake" else {}
+    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, "start_timeout_s": 110, **knobs})
+    engines: dict[str, Served] = {}
+    with asyncio.Runner() as loop:
+
+        async def start(what: str) -> None:
+            server = await boot_server(group, BootOptions(log=root / f"{what}.log"), SystemClock())
+            engines[what] = Served(request.param, server, loop, boot, boot)
+
+        async def start_all() -> list[int]:
+            await start(_ENDS[0])
+            paused = asyncio.to_thread(_answers_while_paused, engines[_ENDS[0]])
+            answers, _ = await asyncio.gather(paused, start(_ENDS[1]))
+            return answers
+
         try:
-            with pytest.raises(EngineDown):
-                await server.api.update_weights_from_disk(str(bad), "bad", timeout_s=60)
-            await asyncio.wait_for(server.process.exited.wait(), 30)
+            yield Doomed(engines, loop.run(start_all()))
         finally:
-            await server.stop()
+            for engine in engines.values():
+                loop.run(engine.server.stop())
 
-    asyncio.run(body())
+
+_ENDS = ("a short norm", "a token id beyond the vocabulary")
+
+
+def _answers_while_paused(engine: Served) -> list[int]:
+    calls: tuple[tuple[str, str, Any, str | None], ...] = (
+        ("POST", "/pause_generation", {"mode": "abort"}, "admin"),
+        ("GET", "/health", None, None),
+        ("POST", "/continue_generation", {}, "admin"),
+        ("GET", "/health", None, None),
+        ("POST", "/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 1}}, "api"),
+    )
+    return [engine.call(method, path, body, key=key).status_code for method, path, body, key in calls]
 
 
 @pytest.mark.destructive
-def test_a_token_id_beyond_the_vocabulary_ends_the_server(served: Served) -> None:
-    """Last: it takes the shared engine with it."""
+@pytest.mark.timeout(300)  # two real engines start
+def test_health_answers_503_in_a_pause_which_is_no_death(doomed: Doomed) -> None:
+    assert doomed.while_paused == [200, 503, 200, 200, 200]
+
+
+@pytest.mark.destructive
+def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(doomed: Doomed, tmp_path: Path) -> None:
+    """It drops the connection, as of a truncated shard (see the tests of kills), and does not come back."""
+    engine = doomed.engines["a short norm"]
+    bad = odd_model(tmp_path / "odd", "a short norm")
+    with pytest.raises(EngineDown):
+        engine.loop.run(engine.server.api.update_weights_from_disk(str(bad), "bad", timeout_s=60))
+    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
+
+
+@pytest.mark.destructive
+def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> None:
+    engine = doomed.engines["a token id beyond the vocabulary"]
     with pytest.raises(httpx.TransportError):
-        served.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
-    served.loop.run(asyncio.wait_for(served.server.process.exited.wait(), 30))
+        engine.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
+    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))

@@ -34,6 +34,12 @@ def test_ordinary_run_names_are_accepted(run: str) -> None:
     assert names.check_run(run) == run
 
 
+@pytest.mark.parametrize("run", ["evals", "outbox"])
+def test_a_run_named_as_a_runs_own_directory_is_refused_since_the_other_runs_deletion_would_take_it(run: str) -> None:
+    with pytest.raises(InvalidRequest, match="can't name a run"):
+        names.check_run(run)
+
+
 @pytest.mark.parametrize(
     "run", ["", ".", "..", "a/b", "a/../b", "../a", "a..b", ".hidden", "a\n", "a b", "x" * 129, "é"]
 )

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import NotFound
-from eval_service.contract.names import COMPLETE, DISPATCH, MANIFEST, held_name, samples_file, trash_name
+from eval_service.contract.names import (
+    COMPLETE,
+    DISPATCH,
+    MANIFEST,
+    beside,
+    held_name,
+    partial_name,
+    samples_file,
+    trash_name,
+)
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.snapshot import Published
 from eval_service.contract.states import PointState, Reason
@@ -151,6 +160,8 @@ def test_a_deleted_run_goes_with_its_results_and_leaves_what_is_a_callers(
     theirs = lay_out(tiny(), ledger.root / "base-model")
     ledger.send(0, snapshot=str(theirs), source="caller")
     other = publish(tiny(), ledger.root, run="r2", step=1)
+    (ledger.root / "r1" / partial_name("abcd1234")).mkdir()  # its trainer was killed just now
+    samples.with_name(beside(samples.name)).write_bytes(b"half")
     ledger.look()
     ledger.orders.delete_run("r1")
     ledger.look()

@@ -16,6 +16,7 @@ from eval_service.demo import tiny
 from eval_service.suites.chat import NoTemplate, chat_options
 from eval_service.suites.scorers import SCORERS, scorer
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
+from eval_service.suites.turns import Caller, Turns
 
 pytestmark = pytest.mark.anyio
 _BAD = "tests.support.bad_scorers"
@@ -97,6 +98,49 @@ async def test_a_scorer_that_hangs_delays_only_itself() -> None:
         pool.close()
 
 
+async def test_a_scorer_that_hangs_on_all_of_a_points_samples_holds_up_no_other_point_in_a_pool_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eval_service.suites.turns.STUCK_S", 0.1)
+    pool = ScorerPool(1, 60.0, [_BAD])
+    try:
+        stuck = asyncio.create_task(pool.score("hangs_on_bad", ["bad"] * 200, [""] * 200))
+        others = [pool.score("exact", ["a"] * 100, ["a"] * 100) for _ in range(2)]
+        assert await asyncio.gather(*others) == [[Score(1.0)] * 100] * 2
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.wait((stuck,))
+    finally:
+        pool.close()
+
+
+async def test_samples_of_many_points_take_turns() -> None:
+    """The first of them has much to score, and does not go first with all of it."""
+    turns, served = Turns(1), list[Caller]()
+    many, few = Caller(), Caller()
+
+    async def score(caller: Caller) -> None:
+        await turns.take(caller)
+        served.append(caller)
+        await asyncio.sleep(0)
+        turns.give_back(caller)
+
+    await asyncio.gather(*(score(caller) for caller in (many, many, many, few, few)))
+    assert served == [many, few, many, few, many]
+
+
+async def test_one_that_gives_up_as_its_turn_comes_gives_it_back() -> None:
+    turns, first, second = Turns(1), Caller(), Caller()
+    await turns.take(first)
+    leaves = asyncio.create_task(turns.take(second))
+    await asyncio.sleep(0)
+    turns.give_back(first)
+    leaves.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaves
+    await asyncio.wait_for(turns.take(first), 5)
+
+
 async def test_a_process_that_died_idle_is_replaced_and_blames_nobody(pool: ScorerPool) -> None:
     [first] = await pool.score("pid", ["a"], [""])
     assert first.value is not None
@@ -108,7 +152,8 @@ async def test_close_ends_the_processes_and_what_they_are_at() -> None:
     pool = ScorerPool(1, 60.0, [_BAD])
     [process] = await pool.score("pid", ["a"], [""])
     stuck = asyncio.create_task(pool.score("hangs_on_bad", ["bad", "b"], ["", ""]))
-    await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)  # until a thread has it
     pool.close()
     with pytest.raises((ScorerPoolFailed, asyncio.CancelledError)):
         await stuck
