@@ -1,0 +1,52 @@
+"""A Ray cluster of three nodes on this host, in a process of its own: `python -m tests.support.cluster DIRECTORY`.
+
+It writes where its GCS is, and the pids of its nodes, to `cluster.json` in the directory, and ends with SIGTERM. Its
+files lie there too, so that nobody finds it who was not told. The nodes have one address: this host's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+TOLD = "cluster.json"
+SILENT_S = 2  # how long a node looks for a GCS that has gone; Ray's own default is 60
+WORKERS = 2
+_SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
+
+
+def main() -> None:
+    """Start the nodes, and stay until told to end."""
+    directory = Path(sys.argv[1])
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.environ["RAY_TMPDIR"] = str(directory)
+    os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": str(SILENT_S)}
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **_SMALL})
+    workers = [cluster.add_node(wait=False, resources={"engines": 1}, **_SMALL) for _ in range(WORKERS)]
+    cluster.wait_for_nodes()
+    told = {
+        "address": cluster.address,
+        "head": _pids(cluster.head_node, "gcs_server") + _pids(cluster.head_node, "raylet"),
+        "workers": [pid for node in workers for pid in _pids(node, "raylet")],
+    }
+    partial = directory / f".{TOLD}"
+    partial.write_text(json.dumps(told))
+    partial.replace(directory / TOLD)
+    stop.wait()
+    cluster.shutdown()
+
+
+def _pids(node: Any, kind: str) -> list[int]:
+    return [each.process.pid for each in node.all_processes[kind]]
+
+
+if __name__ == "__main__":
+    main()
