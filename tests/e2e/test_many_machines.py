@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(240)]
 MORE = """
 [groups.eval.overrides]
-latency_s = 0.4
+latency_s = 1.2
 
 [groups.eval.node_resources]
 engines = 1
@@ -50,15 +50,25 @@ class Machines:
     head: list[int] = field(default_factory=list)
     child: Child | None = None
 
-    def start(self, command: Callable[[Machines], tuple[str, ...]]) -> None:
+    def start(self, workers: int, command: Callable[[Machines], tuple[str, ...]]) -> None:
         """Start a cluster, and the service on it, over the ledger that there is."""
+        self.begin(workers)
+        self.serve(command)
+
+    def begin(self, workers: int) -> None:
+        """Start a cluster."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir()
         log = self.live.base / "cluster.log"
-        arguments = ["tests.support.cluster", str(self.directory)]
-        self.child = child = self.live.family.start(
+        arguments = ["tests.support.cluster", str(self.directory), str(workers)]
+        self.child = self.live.family.start(
             "the cluster", arguments, log=log, cwd=Path.cwd(), env=self.live.environment
         )
+
+    def serve(self, command: Callable[[Machines], tuple[str, ...]]) -> None:
+        """Start the service once the cluster is there."""
+        child = self.child
+        assert child is not None
 
         def told() -> dict[str, list[int] | str] | None:
             child.must_run()
@@ -103,10 +113,11 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     }
     base = Path(tmp_path_factory.mktemp("machines"))
     live = Live(base, Family(), grade="fake", bounds=f"[{ENGINES}, {ENGINES}]", more=MORE, environment=environment)
-    live.build()
     found = Machines(live, place / "ray")
     try:
-        found.start(joined)
+        found.begin(workers=ENGINES)
+        live.build()
+        found.serve(joined)
         live.wait_engines()
         yield found
     finally:
@@ -180,7 +191,7 @@ def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_poi
     machines: Machines,
 ) -> None:
     live = machines.live
-    dispatch(live, "lose-head", range(3))
+    dispatch(live, "lose-head", range(2))
     survivor = at_work(live, "lose-head")
     before = {point.id: point.attempts for point in live.points("lose-head")}
     for pid in machines.head:
@@ -192,8 +203,8 @@ def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_poi
     wait_for(lambda: gone([survivor.replica_pid, survivor.server_pid, survivor.supervisor_pid]), "its engines' end", 60)
     assert machines.child is not None
     machines.child.stop(30)
-    machines.start(deployed)
-    points = live.ended("lose-head", 3)
+    machines.start(0, deployed)
+    points = live.ended("lose-head", 2)
     assert {point.id for point in points} == before.keys(), "no point twice"
     whole(live, points)
     assert all(point.state in ENDS for point in live.points("lose-node")), "what had ended stays as it is"

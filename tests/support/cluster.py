@@ -1,4 +1,6 @@
-"""A Ray cluster of three nodes on this host, in a process of its own: `python -m tests.support.cluster DIRECTORY`.
+"""A Ray cluster on this host, in a process of its own: `python -m tests.support.cluster DIRECTORY WORKERS`.
+
+Each of so many nodes beside the head has room for one engine; without any, the head has room for two.
 
 It writes where its GCS is, and the pids of its nodes, to `cluster.json` in the directory, and ends with SIGTERM. Its
 files lie there too, so that nobody finds it who was not told. The nodes have one address: this host's.
@@ -16,21 +18,21 @@ from typing import Any
 
 TOLD = "cluster.json"
 SILENT_S = 2  # how long a node looks for a GCS that has gone; Ray's own default is 60
-WORKERS = 2
-_SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
+_SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 def main() -> None:
     """Start the nodes, and stay until told to end."""
-    directory = Path(sys.argv[1])
+    directory, count = Path(sys.argv[1]), int(sys.argv[2])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.environ["RAY_TMPDIR"] = str(directory)
     os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": str(SILENT_S)}
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **_SMALL})
-    workers = [cluster.add_node(wait=False, resources={"engines": 1}, **_SMALL) for _ in range(WORKERS)]
+    room = {} if count else {"resources": {"engines": 2}}
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **_SMALL, **room})
+    workers = [cluster.add_node(wait=False, resources={"engines": 1}, **_SMALL) for _ in range(count)]
     cluster.wait_for_nodes()
     told = {
         "address": cluster.address,
