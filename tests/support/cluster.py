@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 TOLD = "cluster.json"
-SILENT_S = 2  # how long a node looks for a GCS that has gone; Ray's own default is 60
 _SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
@@ -27,7 +26,6 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.environ["RAY_TMPDIR"] = str(directory)
-    os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": str(SILENT_S)}
     from ray.cluster_utils import Cluster
 
     room = {} if count else {"resources": {"engines": 2}}
