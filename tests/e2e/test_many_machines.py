@@ -77,6 +77,7 @@ class Machines:
 
         found = wait_for(told, "the cluster")
         self.address, self.head = str(found["address"]), [int(pid) for pid in found["head"]]
+        self.live.close()
         self.live.command = command(self)
         self.live.start()
 
