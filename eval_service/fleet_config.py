@@ -35,6 +35,9 @@ class ServiceConfig(Section):
     proxy_port: int | None = Field(default=None, ge=0, le=65535, description="of `/lanes/{point}/...`; None: no proxy")
     proxy_host: str | None = Field(default=None, description="the address that it listens on; None: `host`")
     proxy_api_key_env: str | None = Field(default=None, description="environment variable with its clients' key")
+    engine_host: str | None = Field(
+        default=None, description="interface, network or address that engines listen on; None: see docs/deploy.md"
+    )
     state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger, logs and Ray's files; local disk")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; None: SQLite in state_dir")
     roots: tuple[Path, ...] = Field(min_length=1, description="snapshots and base models must lie in one of these")
@@ -67,6 +70,9 @@ class GroupConfig(Section):
     autoscale: bool = Field(default=False, description="as many within num_engines as queued work is worth")
     idle_timeout_s: float = Field(default=300.0, ge=0, description="autoscale: with less work for so long, fewer")
     num_gpus_per_engine: int = Field(default=1, ge=0, description="0 on the CPU engine")
+    node_resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray's custom resources that each engine takes: only nodes with them get any"
+    )
     server_concurrency: int = Field(default=32, ge=1, description="requests in flight per engine")
     start_timeout_s: float = Field(default=300.0, gt=0)
     dtype: str | None = None

@@ -55,6 +55,7 @@ class Parts:
     suites: Mapping[str, AnySuite]
     database: Database
     lock: FileLock
+    node: str | None = None  # where it runs, if engines may be on other nodes
 
 
 class Acting:
@@ -88,6 +89,7 @@ class Acting:
             parts.config.groups,
             epoch=moves.epoch,
             lost_after_s=self._service.engine_lost_s,
+            node=parts.node,
             on_change=wake,
             clock=clock,
         )

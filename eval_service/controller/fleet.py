@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from urllib.parse import urlsplit
 
 from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
 from eval_service.controller.sizing import Size
+from eval_service.engine.addresses import is_loopback
 from eval_service.engine.protocol import (
     POLL_S,
     Command,
@@ -123,6 +126,8 @@ class Fleet:
         groups: from fleet.toml.
         epoch: of the controller that acts; it goes into every command.
         lost_after_s: without a poll.
+        node: the controller's; an engine of another one that names a loopback address is given no work. None: there
+            is one node.
         on_change: called when an engine came, became free, was lost or started anew.
     """
 
@@ -132,12 +137,14 @@ class Fleet:
         *,
         epoch: int,
         lost_after_s: float,
+        node: str | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = groups
         self._epoch = epoch
         self._lost_after_s = lost_after_s
+        self._node = node
         self._on_change = on_change
         self._clock = clock
         self.engines: dict[str, Engine] = {}
@@ -170,12 +177,27 @@ class Fleet:
                 self._forget_boot(engine, report.nonce)
             engine.report = report
             self._note_taken(engine, report)
+            self._refuse_unreachable(engine)
         for result in report.results:
             self._note_result(engine, result)
         if before != (engine.ready, engine.free, report.nonce, report.state):
             engine.touch()
             self._on_change()
         return engine
+
+    def _refuse_unreachable(self, engine: Engine) -> None:
+        """What answered at such an address here would be another engine than the one that told it."""
+        report = engine.report
+        if self._node is None or report.url is None or report.node == self._node or self._attached(report):
+            return
+        host = urlsplit(report.url).hostname or ""
+        if is_loopback(host):
+            engine.quarantined = f"{report.url} is reached on {report.node} alone; see service.engine_host"
+            engine.retry_at = math.inf
+
+    def _attached(self, report: EngineReport) -> bool:
+        """Engines by URL are asked from the controller's own node; their `node` is the URL's."""
+        return report.group in self.groups and self.groups[report.group].kind == "attached"
 
     def _note_taken(self, engine: Engine, report: EngineReport) -> None:
         for id_ in report.taken:

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from eval_service.contract.errors import Unavailable
 from eval_service.controller.acting import Parts
 from eval_service.controller.core import Controller
+from eval_service.engine.addresses import engine_address
 from eval_service.engine.attached import Attachment
 from eval_service.engine.protocol import Command, EngineReport
 from eval_service.engine.runner import EngineRunner
@@ -108,7 +109,8 @@ class ControllerDeployment:
     def __init__(self, settings: Settings) -> None:
         self._thread = LoopThread("controller")
         database = Database(settings.ledger)
-        parts = Parts(settings.fleet, load_suites(settings.suites), database, lock_of(settings.ledger))
+        node = ray.util.get_node_ip_address() if settings.joined else None
+        parts = Parts(settings.fleet, load_suites(settings.suites), database, lock_of(settings.ledger), node)
         self._controller = Controller(parts)
         self._running = asyncio.run_coroutine_threadsafe(self._controller.run(), self._thread.loop)
 
@@ -159,14 +161,16 @@ class EngineDeployment:
             os.nice(ENGINE_NICENESS - os.nice(0))
         tag = serve.get_replica_context().replica_id.unique_id
         state_dir = settings.fleet.service.state_dir
+        (state_dir / "logs").mkdir(parents=True, exist_ok=True)  # this node's own
         self._handover_s = settings.fleet.service.handover_s
-        host = ray.util.get_node_ip_address()
+        node = ray.util.get_node_ip_address()
         self._runner = EngineRunner(
             f"{group}-{tag}",
             group,
             settings.fleet.groups[group],
-            node=host,
+            node=node,
             options=BootOptions(
+                host=engine_address(settings.fleet.service.engine_host, node, joined=settings.joined),
                 log=state_dir / "logs" / f"engine-{group}-{tag}.log",
                 fleet_overrides=settings.fleet.overrides,
                 start_lock=state_dir / "engines.lock",
@@ -229,7 +233,8 @@ def build(settings: Settings) -> Any:
     # A hung controller holds the lock until Serve kills it; what an orderly one leaves undone, the next one takes up.
     grace_s = settings.fleet.service.controller_grace_s
     controller = _deployment(ControllerDeployment, "controller", graceful_shutdown_timeout_s=grace_s)
-    controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_TIMEOUT_S).bind(settings)
+    controller = controller.options(health_check_timeout_s=_CONTROLLER_CHECK_TIMEOUT_S, ray_actor_options=_on_head())
+    controller = controller.bind(settings)
     groups = [
         found
         for name, group in settings.fleet.groups.items()
@@ -267,7 +272,7 @@ def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -
     least, most = group.bounds
     if group.kind == "attached":
         part = _deployment(AttachedDeployment, f"engines-{name}", graceful_shutdown_timeout_s=20.0)
-        return part.bind(settings, name, controller)
+        return part.options(ray_actor_options=_on_head()).bind(settings, name, controller)
     if most == 0:
         return None
     gpus = group.num_gpus_per_engine
@@ -280,7 +285,11 @@ def _group(settings: Settings, name: str, group: GroupConfig, controller: Any) -
     part = _deployment(
         EngineDeployment, f"engines-{name}", replicas="auto", gpus=gpus, graceful_shutdown_timeout_s=grace_s
     )
-    part = part.options(health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S, autoscaling_config=_scaled(settings, name))
+    part = part.options(
+        health_check_timeout_s=_ENGINE_CHECK_TIMEOUT_S,
+        autoscaling_config=_scaled(settings, name),
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "resources": group.node_resources},
+    )
     return part.bind(settings, name, controller)
 
 

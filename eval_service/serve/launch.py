@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,7 +48,7 @@ def serve_forever(
         ConfigError: what can't work is refused before Ray is started.
         Unavailable: Ray has died, and the application with it.
     """
-    fleet = _overridden(load_fleet(fleet_path), host, port)
+    fleet = overridden(load_fleet(fleet_path), host, port)
     if address is not None:
         _need_token(address)
     settings = Settings(fleet, suites_path.resolve())
@@ -72,6 +73,7 @@ def serve_forever(
             _make_token(temp_dir)
         _init_ray(address, temp_dir)
         settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
+        settings = replace(settings, joined=address is not None)
         serve.start(proxy_location="Disabled")  # the gateway has a port of its own
         _stop_on_signals(stop)  # once more: Ray has put its own in their place
         _deploy(serve, build(settings), APPLICATION)
@@ -110,7 +112,8 @@ def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]
             raise Unavailable("Ray has died, and the service with it", hint="start it again: what was queued goes on")
 
 
-def _overridden(fleet: FleetConfig, host: str | None, port: int | None) -> FleetConfig:
+def overridden(fleet: FleetConfig, host: str | None = None, port: int | None = None) -> FleetConfig:
+    """With what the command was told instead, and a free port for 0."""
     update = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     service = fleet.service.model_copy(update=update)
     if service.port == 0:

@@ -30,6 +30,7 @@ class Settings:
 
     fleet: FleetConfig
     suites: Path
+    joined: bool = False  # a cluster that others started, which may have several nodes
 
     @property
     def ledger(self) -> str:

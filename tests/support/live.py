@@ -50,6 +50,8 @@ class Live:
     grade: str = "sglang-cpu"
     bounds: str = f"[0, {ENGINES}]"  # of the engines
     more: str = ""  # of the fleet's file
+    command: tuple[str, ...] = ()  # module and arguments; none: `evalfleet serve` with these files
+    environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     child: Child = field(init=False)
     client: EvalClient = field(init=False)
@@ -103,9 +105,10 @@ class Live:
         """Start `evalfleet serve`, and wait until its engines are ready."""
         self.child = self.family.start(
             "the service",
-            ["eval_service.cli.main", "serve", *_FILES, "--port", str(self.port)],
+            self.command or ["eval_service.cli.main", "serve", *_FILES, "--port", str(self.port)],
             log=self.base / "service.log",
             cwd=self.base,
+            env=self.environment,
         )
         self.client = EvalClient(self.url)
         self.http = httpx.Client(base_url=self.url, timeout=30.0)
