@@ -17,6 +17,7 @@ from functools import partial
 
 from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
 from eval_service.controller.sizing import Size
+from eval_service.controller.throughput import Throughput
 from eval_service.engine.protocol import (
     POLL_S,
     Command,
@@ -140,6 +141,7 @@ class Fleet:
         self._lost_after_s = lost_after_s
         self._on_change = on_change
         self._clock = clock
+        self.throughput = Throughput(clock)
         self.engines: dict[str, Engine] = {}
         self.last_good: Good | None = None
 
@@ -351,7 +353,7 @@ class Fleet:
 
     def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int], size: Size) -> GroupView:
         engines = tuple(
-            _engine_view(engine, in_flight(engine.id))
+            _engine_view(engine, in_flight(engine.id), self.throughput.per_s(engine.id))
             for engine in sorted(self.engines.values(), key=lambda engine: engine.id)
             if engine.report.group == name
         )
@@ -373,7 +375,7 @@ def _died(command: str, detail: str) -> CommandResult:
     return CommandResult(command, ok=False, error=PinError.DIED, detail=detail)
 
 
-def _engine_view(engine: Engine, in_flight: int) -> EngineView:
+def _engine_view(engine: Engine, in_flight: int, tokens_per_s: float) -> EngineView:
     report = engine.report
     return EngineView(
         id=engine.id,
@@ -390,6 +392,7 @@ def _engine_view(engine: Engine, in_flight: int) -> EngineView:
         weight_version=engine.pinned.weight_version if engine.pinned else None,
         point=engine.point,
         in_flight=in_flight,
+        tokens_per_s=tokens_per_s,
         restarts=report.restarts,
         heard_at=engine.heard_wall,
     )
