@@ -335,9 +335,8 @@ def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(grade: str, what
     asyncio.run(body())
 
 
-@pytest.mark.destructive
 def test_a_token_id_beyond_the_vocabulary_ends_the_server(served: Served) -> None:
-    """Last: it takes the shared engine with it."""
+    """Last in its file, since it takes the file's engine with it."""
     with pytest.raises(httpx.TransportError):
         served.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
     served.loop.run(asyncio.wait_for(served.server.process.exited.wait(), 30))
