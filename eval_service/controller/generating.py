@@ -72,7 +72,7 @@ class Generation:
         patience_s: float,
         useless: Callable[[str, str], None],
         answered: Callable[[float | None], None],
-        made: Callable[[str, int], None],
+        made: Callable[[str, int], None] = lambda engine, tokens: None,
     ) -> None:
         self._suite = suite
         self._router = router
