@@ -64,8 +64,9 @@ def growth(looks: Sequence[Look], *, warm_at_s: float, warm_up_s: float, least_s
         first_mb=round(statistics.median(look.uss_bytes for look in first) / _MB, 1),
         last_mb=round(statistics.median(look.uss_bytes for look in last) / _MB, 1),
         mb_per_min=round(slope, 3),
-        files_first=int(statistics.median(look.files for look in first)),
-        files_last=int(statistics.median(look.files for look in last)),
+        # The fewest: requests in flight come and go, what stays open stays.
+        files_first=min(look.files for look in first),
+        files_last=min(look.files for look in last),
     )
 
 
