@@ -1,4 +1,4 @@
-.PHONY: help setup demo chaos test check format clean
+.PHONY: help setup demo chaos soak test check format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -11,6 +11,9 @@ demo: setup  ## a model learns while every checkpoint is evaluated beside it (CP
 
 chaos: setup  ## the service on fake engines through 200 faults, and which promises it kept
 	@.venv/bin/evalfleet chaos --faults 200 $(ARGS)
+
+soak: setup  ## half an hour of engines that come and go: nothing is lost, no process grows (ARGS="--minutes 6")
+	@.venv/bin/python -m eval_service.chaos.soak $(ARGS)
 
 check: setup  ## lint, format, types, import rules
 	@scripts/check

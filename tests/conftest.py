@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.zygote import Zygote, zygote
 
 # Seconds on two cores; what goes over is told, so that a tier is trimmed before CI feels it.
 BUDGETS_S = {"unit": 120, "integration": 420, "e2e": 960}
@@ -23,6 +26,13 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+@pytest.fixture(scope="session")
+def trainer_zygote() -> Iterator[Zygote]:
+    """Forks trainer processes, for all tiers: what a trainer imports takes 8 s of a core."""
+    with zygote(ROOT.parent) as held:
+        yield held
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tier by tier, what is destructive last."""
     order = list(BUDGETS_S)
@@ -30,12 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What each tier took."""
+    """What each tier took: side by side in several processes, or one after another."""
+    abreast = terminalreporter.config.getoption("numprocesses", None) or 1
     took: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                took[_tier(ROOT.parent / report.nodeid.split("::")[0])] += report.duration
+                took[_tier(ROOT.parent / report.nodeid.split("::")[0])] += report.duration / abreast
     terminalreporter.section("tiers")
     for tier, budget_s in BUDGETS_S.items():
         if tier in took:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from eval_service.contract.errors import ConfigError
@@ -95,6 +95,7 @@ _SERVE_REPLACES = frozenset({FaultKind.STOP_CONTROLLER, FaultKind.STOP_GATEWAY, 
 
 # Costs a minute of everybody's time, so it comes once in so many faults, and not in a short list.
 _KILL_SERVICE_EVERY = 60
+_LONG = 35  # as many faults are begun while Serve finds out that an engine's replica hangs, and replaces it
 _LATE = 0.75  # in the last part of a list nothing is stopped until it is replaced: all would wait for that alone
 
 
@@ -141,7 +142,17 @@ def plan_faults(seed: int, count: int, *, runs: int, kinds: Sequence[FaultKind] 
             deck.remove(FaultKind.KILL_SERVICE)
         rng.shuffle(deck)
         order += deck[: count - len(order)]
-    return [_fault(rng, number, kind, runs, late=number > _LATE * count) for number, kind in enumerate(order)]
+    faults = [_fault(rng, number, kind, runs, late=number > _LATE * count) for number, kind in enumerate(order)]
+    return [replace(fault, number=number) for number, fault in enumerate(_long_ones_early(rng, faults))]
+
+
+def _long_ones_early(rng: random.Random, faults: list[Fault]) -> list[Fault]:
+    """What would outlast the rest of the list changes places with one of its first part."""
+    for place, fault in enumerate(faults):
+        if fault.kind is FaultKind.STOP_REPLICA and fault.hold_s is None and place > len(faults) - _LONG:
+            other = rng.randrange(place // 3 + 1)
+            faults[place], faults[other] = faults[other], fault
+    return faults
 
 
 def _fault(rng: random.Random, number: int, kind: FaultKind, runs: int, *, late: bool) -> Fault:

@@ -16,6 +16,7 @@ import typer
 from eval_service.cli import options
 from eval_service.cli.output import print_json
 from eval_service.contract.errors import EvalfleetError, InvalidRequest, SnapshotFault
+from eval_service.scratch import Kind, scratch
 
 if TYPE_CHECKING:
     from eval_service.admission.checks import Report
@@ -82,8 +83,8 @@ def _try_out(found: Report, fleet: Path | None) -> Trial:
     config = load_fleet(fleet) if fleet is not None else None
     group = config.groups[EVAL_GROUP] if config is not None else GroupConfig(model=found.directory)
     overrides = config.overrides if config is not None else {}
-    with tempfile.TemporaryDirectory(prefix="evalfleet-doctor-") as scratch:
-        log = Path(scratch) / "engine.log"
+    with scratch(Kind.DOCTOR) as place:
+        log = place / "engine.log"
         try:
             return asyncio.run(try_out(found.directory, found.manifest, group, log=log, overrides=overrides))
         except BootFailed as exc:

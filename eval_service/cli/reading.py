@@ -11,7 +11,7 @@ from eval_service.cli import options
 from eval_service.cli.output import columns, counts, plus_minus, print_json
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import NotFound
-from eval_service.contract.wire import FleetView, PointView, RunView, SampleView, StatusView
+from eval_service.contract.wire import EngineView, FleetView, PointView, RunView, SampleView, StatusView
 
 PAGE = 200
 
@@ -177,23 +177,30 @@ def _status_text(view: StatusView) -> str:
         f"version     {view.version}",
         f"controller  {'acts' if view.controller_alive else 'is not there'} (epoch {view.epoch})",
         f"engines     {counts(view.engines)}",
+        f"tokens/s    {_rates(view.tokens_per_s)}",
         f"points      {counts(view.points)}",
     ]
     return "\n".join(lines + [f"run {name}: {counts(by_state)}" for name, by_state in view.runs.items()])
 
 
+def _rates(by_engine: dict[str, float]) -> str:
+    each = ", ".join(f"{engine} {rate:,.1f}" for engine, rate in sorted(by_engine.items()))
+    return f"{sum(by_engine.values()):,.1f} ({each})" if each else "0"
+
+
 def _fleet_text(view: FleetView) -> str:
-    header = "group engine state in_flight point pinned restarts pid url detail"
-    rows = [
-        [group.name, e.id, e.state, e.in_flight, e.point, e.weight_version, e.restarts, e.server_pid, e.url, e.detail]
-        for group in view.groups
-        for e in group.engines
-    ]
+    header = "group engine state in_flight tokens_per_s point pinned restarts pid url detail"
+    rows = [_engine_row(group.name, engine) for group in view.groups for engine in group.engines]
     wanted = [
         f"{group.name} ({group.grade}): {group.ready} of {group.desired} ready, {group.actual} there"
         for group in view.groups
     ]
     return "\n".join([*wanted, columns(header, rows)])
+
+
+def _engine_row(group: str, engine: EngineView) -> list[object]:
+    work = (engine.state, engine.in_flight, engine.tokens_per_s, engine.point, engine.weight_version)
+    return [group, engine.id, *work, engine.restarts, engine.server_pid, engine.url, engine.detail]
 
 
 def _runs_text(views: list[RunView]) -> str:

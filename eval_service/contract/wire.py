@@ -355,6 +355,7 @@ class EngineView(Wire):
     weight_version: str | None
     point: str | None = Field(description="the point whose lane it is leased to")
     in_flight: int
+    tokens_per_s: float = Field(default=0.0, description="output tokens of its answers to the service, last 10 s")
     restarts: int
     heard_at: float
 
@@ -401,6 +402,7 @@ class StatusView(Wire):
     controller_at: float | None = Field(description="when the acting controller last showed itself")
     controller_alive: bool
     engines: dict[str, int] = Field(description="by state")
+    tokens_per_s: dict[str, float] = Field(default_factory=dict, description="by engine that answers the service")
     runs: dict[str, dict[PointState, int]]
     points: dict[PointState, int]
 

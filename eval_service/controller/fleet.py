@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
 from eval_service.controller.sizing import Size
+from eval_service.controller.throughput import Throughput
 from eval_service.engine.addresses import is_loopback
 from eval_service.engine.protocol import (
     POLL_S,
@@ -147,6 +148,7 @@ class Fleet:
         self._node = node
         self._on_change = on_change
         self._clock = clock
+        self.throughput = Throughput(clock)
         self.engines: dict[str, Engine] = {}
         self.last_good: Good | None = None
         self.proven: set[str] = set()  # digests of all snapshots that any engine was proven to hold
@@ -375,7 +377,7 @@ class Fleet:
 
     def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int], size: Size) -> GroupView:
         engines = tuple(
-            _engine_view(engine, in_flight(engine.id))
+            _engine_view(engine, in_flight(engine.id), self.throughput.per_s(engine.id))
             for engine in sorted(self.engines.values(), key=lambda engine: engine.id)
             if engine.report.group == name
         )
@@ -397,7 +399,7 @@ def _died(command: str, detail: str) -> CommandResult:
     return CommandResult(command, ok=False, error=PinError.DIED, detail=detail)
 
 
-def _engine_view(engine: Engine, in_flight: int) -> EngineView:
+def _engine_view(engine: Engine, in_flight: int, tokens_per_s: float) -> EngineView:
     report = engine.report
     return EngineView(
         id=engine.id,
@@ -414,6 +416,7 @@ def _engine_view(engine: Engine, in_flight: int) -> EngineView:
         weight_version=engine.pinned.weight_version if engine.pinned else None,
         point=engine.point,
         in_flight=in_flight,
+        tokens_per_s=tokens_per_s,
         restarts=report.restarts,
         heard_at=engine.heard_wall,
     )

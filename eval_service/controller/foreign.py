@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,16 +85,6 @@ class Keeper:
 def metrics_of(told: Mapping[str, Any]) -> dict[str, Metric]:
     """As a process told them."""
     return {name: Metric.model_validate(metric) for name, metric in told.items()}
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A directory for one attempt."""
-    directory = Path(tempfile.mkdtemp(prefix="evalfleet-scratch-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read(path: Path) -> Iterator[SampleView]:

@@ -16,7 +16,7 @@ from typing import Any
 from eval_service.apart.process import Apart, Ended
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.controller.db import LedgerThread
-from eval_service.controller.foreign import Keeper, Made, metrics_of, scratch
+from eval_service.controller.foreign import Keeper, Made, metrics_of
 from eval_service.controller.outcomes import LaneEnd, Overtaken
 from eval_service.controller.recording import Weights
 from eval_service.controller.scheduler import Claim
@@ -24,6 +24,7 @@ from eval_service.functions import SAMPLES
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.objects.places import Places
+from eval_service.scratch import Kind, scratch
 from eval_service.suites.kinds import FunctionSuite
 from eval_service.suites.suite import AnySuite
 
@@ -82,7 +83,7 @@ class FunctionLane:
         functions = self.functions
         await self._advance(PointState.RUNNING)
         began = functions.clock()
-        with scratch() as directory:
+        with scratch(Kind.ATTEMPT) as directory:
             told = await self._told(directory)
             timings = {"pin_s": 0.0, "generate_s": functions.clock() - began}
             weights = Weights(told["weight_version"] or "", PinProof(told["pin_proof"]))

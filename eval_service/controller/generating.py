@@ -64,6 +64,7 @@ class Generation:
         patience_s: of one sample, waits and runs together; what bounds a run is the router's limit.
         useless: called with the id of an engine whose answer was no use, and why.
         answered: called after each sample with its seconds on an engine, None where none answered it.
+        made: called with the id of an engine and the tokens of an answer of its.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Generation:
         patience_s: float,
         useless: Callable[[str, str], None],
         answered: Callable[[float | None], None],
+        made: Callable[[str, int], None] = lambda engine, tokens: None,
     ) -> None:
         self._suite = suite
         self._router = router
@@ -86,6 +88,7 @@ class Generation:
         self._patience_s = patience_s
         self._useless = useless
         self._answered = answered
+        self._note = made
         self._asks = tuple(suite.asks())
         self._made = 0
         self._answers: dict[int, Answered] = {}
@@ -196,6 +199,7 @@ class Generation:
             except UnusableAnswer as exc:
                 why = str(exc)
             else:
+                self._note(answer.upstream, generated.output_tokens)
                 if generated.weight_version == self._weight_version:
                     return answer, generated
                 why = f"it reports weight_version {generated.weight_version!r}"

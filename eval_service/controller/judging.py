@@ -58,9 +58,11 @@ class Judges:
         try:
             async with room:
                 answer = await self.router.post(target, "/generate", request, timeout_s=judge.timeout_s)
-            return Verdict(parse_answer(answer.status, answer.body).output)
+            generated = parse_answer(answer.status, answer.body)
         except (RouterError, SampleFault, UnusableAnswer) as exc:
             return Verdict("", f"the judge did not answer: {exc}")
+        self.fleet.throughput.note(answer.upstream, generated.output_tokens)
+        return Verdict(generated.output)
 
     async def _keep_up(self, target: str, group: str) -> None:
         known = {upstream.id for upstream in self._engines(group)}

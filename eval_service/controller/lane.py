@@ -137,6 +137,7 @@ class Lane:
             patience_s=self.parts.patience_s,
             useless=self._useless,
             answered=self._answered,
+            made=self.parts.fleet.throughput.note,
         )
         return self._generation
 
@@ -393,8 +394,7 @@ class Lane:
         parts = self.parts
         judges = Judges(parts.fleet, parts.router, self.point.id)
         recorder = Recorder(self.point, self.number, self._prompts, parts.moves, parts.ledger, parts.scorers, judges)
-        weights = Weights(self.pinner.order.weight_version, self.pinner.proof())
-        await recorder.record(answers, weights, self._timings)
+        await recorder.record(answers, Weights(self.pinner.order.weight_version, self.pinner.proof()), self._timings)
 
     async def _render(self) -> None:
         try:

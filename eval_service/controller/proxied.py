@@ -16,12 +16,13 @@ from typing import Any
 from eval_service.apart.process import Apart, Ended
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.board import Board
-from eval_service.controller.foreign import Keeper, Made, metrics_of, scratch
+from eval_service.controller.foreign import Keeper, Made, metrics_of
 from eval_service.controller.lane import Lane, Work
 from eval_service.controller.outcomes import LaneEnd, LaneFault
 from eval_service.controller.recording import Weights
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.functions import SAMPLES
+from eval_service.scratch import Kind, scratch
 from eval_service.suites.kinds import LmEvalSuite
 from router.upstream import Upstream
 
@@ -144,7 +145,7 @@ class ProxiedLane(Lane):
 
     async def _attempt(self) -> None:
         log = self.proxied.logs / f"lm-eval-{self.point.id}-{self.number}.log"
-        with scratch() as directory:
+        with scratch(Kind.ATTEMPT) as directory:
             process = await Apart.start("eval_service.apart.lm_eval_worker", log)
             try:
                 async with self.parts.places.near(self.point.snapshot, self.point.digest) as place:

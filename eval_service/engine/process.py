@@ -19,7 +19,7 @@ from pathlib import Path
 from eval_service.engine import supervisor
 from eval_service.engine.errors import BootFailed
 from eval_service.engine.grades import ServerPlan
-from eval_service.engine.scratch import Scratch
+from eval_service.scratch import Kind, Scratch, collect
 from eval_service.secrets_apart import without_secrets
 
 STOP_GRACE_S = 0.5  # an evaluation has no state to save, and SGLang takes 6 to 66 s over SIGTERM
@@ -73,7 +73,8 @@ class ServerProcess:
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         prune_logs(log.parent)
-        scratch = Scratch.make()
+        scratch = Scratch.make(Kind.ENGINE)
+        collect()
         program = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
             [sys.executable, "-I", "-S", supervisor.__file__],  # alone: it imports nothing that has to be found
             stdin=subprocess.PIPE,

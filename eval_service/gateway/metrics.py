@@ -46,6 +46,7 @@ class _LedgerCollector(Collector):
         yield _engines(fleet)
         yield _desired(fleet)
         yield _in_flight(fleet)
+        yield _tokens(fleet)
         yield from _pool(fleet)
         yield GaugeMetricFamily("evalfleet_epoch", "Epoch of the controller", value=status.epoch)
         yield GaugeMetricFamily(
@@ -99,6 +100,15 @@ def _in_flight(fleet: FleetView) -> Metric:
     for group in fleet.groups:
         for engine in group.engines:
             family.add_metric([group.name, engine.id], engine.in_flight)
+    return family
+
+
+def _tokens(fleet: FleetView) -> Metric:
+    text = "Output tokens per second of an engine's answers to the service, over the last 10 s"
+    family = GaugeMetricFamily("evalfleet_engine_tokens_per_second", text, labels=["group", "engine"])
+    for group in fleet.groups:
+        for engine in group.engines:
+            family.add_metric([group.name, engine.id], engine.tokens_per_s)
     return family
 
 

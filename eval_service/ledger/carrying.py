@@ -33,7 +33,7 @@ def take_arrivals(turn: Turn) -> int:
 
     def arrive(row: RowMapping) -> None:
         turn.move(row["id"], PointState.QUEUED, queued_at=turn.now, detail=None)
-        if row["admitted_at"] is not None:
+        if row["admitted_at"] is not None and not turn.overtaken(row["id"], row["snapshot_id"]):
             turn.supersede(row["id"], row["digest"])
 
     return carry_out(turn.connection, turn.connection.execute(_arrivals()).mappings().all(), arrive)
@@ -102,7 +102,7 @@ def _carry_out(turn: Turn, kind: Command, row: RowMapping) -> None:
 def _arrivals() -> Select[Any]:
     late = (points.c.state == PointState.SKIPPED) & (points.c.reason == Reason.RESERVATION_EXPIRED)
     return (
-        select(points.c.id, snapshots.c.digest, snapshots.c.admitted_at)
+        select(points.c.id, points.c.snapshot_id, snapshots.c.digest, snapshots.c.admitted_at)
         .join(snapshots, snapshots.c.id == points.c.snapshot_id)
         .where((points.c.state == PointState.RESERVED) | late)
         .order_by(points.c.seq)

@@ -99,6 +99,24 @@ class Turn:
             else:
                 self._give_up(older["id"], f"by point {point}")
 
+    def overtaken(self, point: str, snapshot: str) -> bool:
+        """Whether a newer point of it has the same snapshot and is on its way or done; then this one is given up.
+
+        A trainer that died before it could tell of a snapshot, and reserves the step anew when it is back, while the
+        scan takes in what it had published.
+        """
+        row = self.point(point)
+        newer = (
+            select(points.c.id)
+            .where(points.c.run == row["run"], points.c.step == row["step"], points.c.suite == row["suite"])
+            .where(points.c.seq > row["seq"], points.c.superseded.is_(False), points.c.snapshot_id == snapshot)
+            .where(points.c.state.in_((PointState.QUEUED.value, *LIVE_STATES, PointState.DONE.value)))
+        )
+        found = self.connection.execute(newer.limit(1)).scalar_one_or_none()
+        if found is not None:
+            self._give_up(point, f"the same snapshot is point {found}")
+        return found is not None
+
     def _give_up(self, point: str, detail: str) -> None:
         self.end(point, PointState.CANCELLED, Reason.SUPERSEDED, detail, superseded=True)
 

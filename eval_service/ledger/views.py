@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -141,10 +141,7 @@ class Views:
         for run, state, n in rows:
             by_run[run][PointState(state)] = n
             total[PointState(state)] += n
-        engines: dict[str, int] = defaultdict(int)
-        for group in self.fleet().groups:
-            for engine in group.engines:
-                engines[engine.state] += 1
+        engines = [engine for group in self.fleet().groups for engine in group.engines]
         life = self._db.read_meta(CONTROLLER_AT)
         epoch = self._db.read_meta(EPOCH)
         return StatusView(
@@ -152,7 +149,8 @@ class Views:
             epoch=int(epoch[0]) if epoch else 0,
             controller_at=life[1] if life else None,
             controller_alive=self.controller_alive(),
-            engines=dict(engines),
+            engines=dict(Counter(str(engine.state) for engine in engines)),
+            tokens_per_s={one.id: one.tokens_per_s for one in engines if one.tokens_per_s},
             runs=dict(by_run),
             points=dict(total),
         )

@@ -11,11 +11,9 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from typing import Any
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.fleet_config import FleetConfig, load_fleet
+from eval_service.scratch import Kind, Scratch, collect
 from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
@@ -67,7 +66,9 @@ def serve_forever(
 
     stop = threading.Event()
     _stop_on_signals(stop)
-    temp_dir = Path(tempfile.mkdtemp(prefix="evalfleet-")) if address is None else None
+    collect()
+    scratch = Scratch.make(Kind.RAY) if address is None else None
+    temp_dir = scratch.path if scratch is not None else None
     try:
         if temp_dir is not None:
             _make_token(temp_dir)
@@ -87,8 +88,8 @@ def serve_forever(
             serve.shutdown()
     finally:
         ray.shutdown()
-        if temp_dir is not None:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+        if scratch is not None:
+            scratch.remove()
 
 
 def _deploy(serve: Any, application: Any, name: str) -> None:

@@ -13,9 +13,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+from eval_service.scratch import Kind, scratch
 from eval_service.suites.code_jail import REACHED_ITS_END
 from eval_service.suites.scorers import scorer
 
@@ -27,9 +27,9 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | r
 def passed(output: str, answer: str, *, run_timeout_s: float = 10.0, memory_mb: int = 512) -> float:
     """1 if the program runs to its last line in time; one that leaves before, with whatever code, has not."""
     source = program_in(output) + "\n\n" + answer + "\n"
-    with tempfile.TemporaryDirectory(prefix="evalfleet-code-") as directory:
-        Path(directory, "program.py").write_text(source, encoding="utf-8", errors="replace")
-        return float(_ends_well(directory, run_timeout_s, memory_mb))
+    with scratch(Kind.CODE) as directory:
+        (directory / "program.py").write_text(source, encoding="utf-8", errors="replace")
+        return float(_ends_well(str(directory), run_timeout_s, memory_mb))
 
 
 def program_in(output: str) -> str:

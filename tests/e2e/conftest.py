@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from eval_service.demo.processes import Family
-from tests.support.live import Live
+from tests.support.live import Live, serving
+from tests.support.zygote import Zygote
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(tmp_path_factory: pytest.TempPathFactory, trainer_zygote: Zygote) -> Iterator[Live]:
     """The running service."""
-    family = Family()
-    service = Live(Path(tmp_path_factory.mktemp("live")), family)
-    service.build()
-    try:
-        service.start()
+    with serving(Path(tmp_path_factory.mktemp("live")), zygote=trainer_zygote) as service:
         yield service
-    finally:
-        service.close()
-        left = family.end()
-    assert left == [], f"these had to be killed: {left}"

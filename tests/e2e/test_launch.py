@@ -32,7 +32,7 @@ def run_file(tmp_path: Path) -> Path:
     training = Training(live, "one", settings)
     fleet = (tmp_path / "fleet.toml").read_text()
     (tmp_path / "fleet.toml").write_text(fleet.replace("[service]\n", "[service]\nport = 0\n"))
-    (tmp_path / "run.toml").write_text(training._toml())
+    (tmp_path / "run.toml").write_text(training.toml())
     return tmp_path / "run.toml"
 
 

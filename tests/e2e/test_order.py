@@ -16,7 +16,6 @@ from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Kind, RunSpec, Source
 from eval_service.demo.service import free_port
 from tests.support.live import DONE, SUITE, Live, Training, wait_for
-from trainer.crash import VARIABLE
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -33,8 +32,7 @@ def _before(order: list[tuple[str, int | None]], first: tuple[str, int | None], 
 
 def test_a_fresh_run_evaluates_step_0_before_its_first_step_and_forces_the_last_after_its_save(live: Live) -> None:
     training = Training(live, "fresh", {"train": {"num_steps": 3}})
-    training.start()
-    training.finish()
+    training.train()
     order = list(training.events(*ORDER))
     assert order[0] == ("eval_dispatched", 0)
     assert _before(order, ("save", 3), ("eval_dispatched", 3))
@@ -49,12 +47,10 @@ def test_a_resumed_run_evaluates_the_step_it_resumed_from_as_it_was_loaded_also_
     """Killed when step 2 was saved and step 3 already exported; it resumes from 2, so step 2's own weights count."""
     training = Training(live, "resumed", {"train": {"save_interval": 2, "num_steps": 4}, "eval": {"interval": 1}})
     training.settings["eval"] |= {"keep": 10}
-    training.start(**{VARIABLE: "settled:4"})
-    training.finish(code=-signal.SIGKILL)
+    training.train("settled:4", code=-signal.SIGKILL)
     cut = len(training.log())
     saved = _manifests(live, "resumed")
-    training.start()
-    training.finish()
+    training.train()
 
     second = [(line["event"], line.get("step")) for line in training.log()[cut:]]
     first_step = next(index for index, (event, _) in enumerate(second) if event == "step_begin")
@@ -71,11 +67,9 @@ def test_a_resumed_run_evaluates_the_step_it_resumed_from_as_it_was_loaded_also_
 
 def test_a_resumed_run_exports_the_weights_as_loaded_where_its_step_was_never_evaluated(live: Live) -> None:
     training = Training(live, "unseen", {"train": {"save_interval": 1}, "eval": {"keep": 10}})
-    training.start(**{VARIABLE: "after_save:1"})
-    training.finish(code=-signal.SIGKILL)
+    training.train("after_save:1", code=-signal.SIGKILL)
     cut = len(training.log())
-    training.start()
-    training.finish()
+    training.train()
     second = [(line["event"], line.get("step")) for line in training.log()[cut:] if line["event"] in ORDER]
     assert second[0] == ("eval_dispatched", 1)
     assert second[1] == ("step_begin", 2)
@@ -86,21 +80,18 @@ def test_a_resumed_run_exports_the_weights_as_loaded_where_its_step_was_never_ev
 
 def test_an_eval_only_run_evaluates_the_base_model_once_and_ends(live: Live) -> None:
     training = Training(live, "only", {"train": {"num_steps": 0}})
-    training.start()
-    training.finish()
+    training.train()
     assert _steps(live, "only") == [(0, DONE)]
     assert list(training.events("step_begin")) == []
 
 
 def test_killed_between_the_last_save_and_its_reservation_resuming_evaluates_that_final_point_once(live: Live) -> None:
     training = Training(live, "lacking")
-    training.start(**{VARIABLE: "after_save:4"})
-    training.finish(code=-signal.SIGKILL)
+    training.train("after_save:4", code=-signal.SIGKILL)
     assert 4 not in [point.step for point in live.points("lacking")]
     cut = len(training.log())
     for _ in range(2):  # and resuming once more evaluates nothing
-        training.start()
-        training.finish()
+        training.train()
     assert all(line["event"] != "step_begin" for line in training.log()[cut:]), "a finished run trains nothing"
     assert _steps(live, "lacking") == [(0, DONE), (2, DONE), (4, DONE)]
     assert len(live.client.points(run="lacking", step=4).points) == 1
@@ -108,17 +99,14 @@ def test_killed_between_the_last_save_and_its_reservation_resuming_evaluates_tha
 
 def test_skip_eval_before_train_skips_step_0_and_nothing_else(live: Live) -> None:
     training = Training(live, "skips", {"eval": {"skip_eval_before_train": True}})
-    training.start()
-    training.finish()
+    training.train()
     assert _steps(live, "skips") == [(2, DONE), (4, DONE)]
 
 
 @pytest.mark.parametrize(("how", "codes"), [("raise", {1}), ("term", {143, -signal.SIGTERM, 0, 1})])
 def test_drain_comes_before_teardown_also_after_an_exception_and_sigterm(live: Live, how: str, codes: set[int]) -> None:
     training = Training(live, f"cut-{how}", {"train": {"num_steps": 50}})
-    child = training.start(**{VARIABLE: f"in_step:4:{how}"})
-    assert child.wait(100)
-    assert child.process.returncode in codes, child.tail()
+    assert training.train(f"in_step:4:{how}", code=None) in codes
     order = list(training.events("drain_begin", "drain_end", "teardown"))
     assert [event for event, _ in order] == ["drain_begin", "drain_end", "teardown"]
     receipt = json.loads((training.output / "out" / names.RECEIPT).read_text())
@@ -128,8 +116,7 @@ def test_drain_comes_before_teardown_also_after_an_exception_and_sigterm(live: L
 
 def test_a_point_whose_export_failed_is_recorded_and_training_goes_on(live: Live) -> None:
     training = Training(live, "full")
-    training.start(**{VARIABLE: "in_export:2:raise"})
-    training.finish()
+    training.train("in_export:2:raise")
     points = live.ended("full", 3)
     assert [(point.step, point.state, point.reason) for point in points] == [
         (0, DONE, None),
@@ -143,8 +130,7 @@ def test_reuse_evaluates_own_checkpoints_and_gc_leaves_them(live: Live) -> None:
     saves = str(live.root / "checkpoints")
     training = Training(live, "reuse", {"train": {"save_interval": 2, "save_hf": True, "save_dir": saves}})
     training.settings["eval"] = {"snapshot_source": "reuse", "keep": 0}
-    training.start()
-    training.finish()
+    training.train()
     points = live.points("reuse")
     assert [point.detail for point in points] == [None, None, None]
     assert [(point.step, point.state) for point in points] == [(0, DONE), (2, DONE), (4, DONE)]
@@ -172,8 +158,7 @@ def test_an_own_checkpoint_without_its_marker_is_missing_and_a_callers_directory
 
 def test_a_trainer_killed_between_publishing_and_posting_has_its_point_taken_in_by_the_scan(live: Live) -> None:
     training = Training(live, "scanned")
-    training.start(**{VARIABLE: "after_publish:2"})
-    training.finish(code=-signal.SIGKILL)
+    training.train("after_publish:2", code=-signal.SIGKILL)
     points = live.ended("scanned", 2)
     assert [(point.step, point.state) for point in points] == [(0, DONE), (2, DONE)]
 
@@ -181,8 +166,7 @@ def test_a_trainer_killed_between_publishing_and_posting_has_its_point_taken_in_
 def test_with_the_service_away_training_goes_on_and_the_outbox_keeps_what_the_scan_takes_in(live: Live) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     training = Training(live, "away", {"eval": {"url": nobody, "drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}})
-    training.start()
-    training.finish()
+    training.train()
     receipt = json.loads((live.root / "away" / names.OUTBOX / names.RECEIPT).read_text())
     assert not receipt["drained"]
     assert {line["step"] for line in receipt["deferred"]} == {0, 2, 4}

@@ -11,8 +11,7 @@ import pytest
 from eval_service.contract.errors import InvalidRequest
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, RunSpec, Source
-from eval_service.demo.processes import Family
-from tests.support.live import DONE, PROMPTS, Live, wait_for
+from tests.support.live import DONE, PROMPTS, Live, serving, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
@@ -21,16 +20,9 @@ SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service of its own with up to four fake engines, each slow enough to be caught at work."""
-    family = Family()
-    service = Live(Path(tmp_path_factory.mktemp("fakes")), family, grade="fake", bounds="[1, 4]", more=SLOW)
-    service.build()
-    try:
-        service.start()
+    base = Path(tmp_path_factory.mktemp("fakes"))
+    with serving(base, grade="fake", bounds="[1, 4]", more=SLOW) as service:
         yield service
-    finally:
-        service.close()
-        left = family.end()
-    assert left == [], f"these had to be killed: {left}"
 
 
 def group(live: Live) -> GroupView:

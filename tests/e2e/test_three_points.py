@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 def test_a_run_of_few_steps_has_exactly_three_points_done_on_the_pinned_weights(live: Live) -> None:
     training = Training(live, "three", {"eval": {"keep": 1}})
-    training.start()
-    training.finish()
+    training.train()
 
     points = live.points("three")
     assert [(point.step, point.kind, point.state) for point in points] == [
@@ -47,8 +46,7 @@ def test_a_run_of_few_steps_has_exactly_three_points_done_on_the_pinned_weights(
 
 def test_the_check_command_exits_0_only_for_what_is_there(live: Live) -> None:
     training = Training(live, "checked")
-    training.start()
-    training.finish()
+    training.train()
 
     def check(*demands: str) -> int:
         command = [sys.executable, "-m", "eval_service.cli.main", "check", "checked", "--url", live.url, *demands]

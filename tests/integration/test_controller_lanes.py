@@ -35,6 +35,7 @@ def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(st
                 assert view.timings.pin_s is not None
                 assert view.timings.generate_s is not None
             await stand.until(lambda: stand.engine("e0").point is None)
+            await stand.until(lambda: stand.views.status().tokens_per_s.get("e0"))  # of what it has just answered
 
     go(body)
 

@@ -16,7 +16,6 @@ import pytest
 from eval_service.engine import process
 from eval_service.engine.grades import ServerPlan
 from eval_service.engine.process import ServerProcess
-from eval_service.engine.scratch import Scratch, collect
 from eval_service.suites.scoring import ScorerPool
 from tests.support.processes import eventually
 
@@ -61,22 +60,6 @@ def test_of_former_engines_logs_the_newest_are_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "engine-eval-4.log").exists()
     assert (tmp_path / "engine-eval-5.log").exists()
     assert len(list(tmp_path.iterdir())) == process.MAX_LOGS + 1
-
-
-def test_scratch_space_is_collected_when_nobody_holds_it_and_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    held, left = Scratch.make(), Scratch.make()
-    os.close(left.lock)
-    young = tmp_path / "evalfleet-engine-young"
-    young.mkdir()
-    collect(tmp_path)
-    assert held.path.exists()
-    assert young.exists(), "it may be about to be locked"
-    assert not left.path.exists()
-    held.remove()
-    assert not held.path.exists()
 
 
 @pytest.mark.parametrize("started", [False, True])

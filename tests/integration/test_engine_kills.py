@@ -38,7 +38,9 @@ def model(tmp_path: Path) -> TinyModel:
 def replica(model: TinyModel, grade: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A replica as a process of its own, and its first report of a ready engine."""
     command = [sys.executable, "-m", "tests.support.engine_replica", str(model.path), grade, str(log)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # Scratch space of the test's own: any engine that starts on this host collects what nobody holds.
+    env = {**os.environ, "TMPDIR": str(log.parent)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None
         for line in process.stdout:

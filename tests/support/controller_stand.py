@@ -121,6 +121,9 @@ class Stand:
         **service: Any,
     ) -> None:
         self.root = root
+        self._others = set(
+            psutil.Process().children(recursive=True)
+        )  # such as what the session's fixtures have started
         self._times = times
         self._boot = boot_server if processes else boot_inner
         self.runs = root / "runs"
@@ -189,8 +192,8 @@ class Stand:
         await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self.database.close()
-        left = psutil.Process().children(recursive=True)
-        assert left == [], left
+        left = set(psutil.Process().children(recursive=True)) - self._others
+        assert not left, left
 
     def hold_scoring(self) -> None:
         """Let no sample be scored until `release_scoring`."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +22,8 @@ from eval_service.demo import tasks, tiny
 from eval_service.demo.processes import Child, Family
 from eval_service.demo.service import free_port, wait_ready
 from tests.support import lm_tasks
+from tests.support.zygote import Zygote
+from trainer.crash import VARIABLE
 
 SUITE = "letters"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "suites"
@@ -52,6 +52,7 @@ class Live:
     more: str = ""  # of the fleet's file
     command: tuple[str, ...] = ()  # module and arguments; none: `evalfleet serve` with these files
     environment: dict[str, str] = field(default_factory=dict)
+    zygote: Zygote | None = None  # of its trainers
     port: int = field(default_factory=free_port)
     child: Child = field(init=False)
     client: EvalClient = field(init=False)
@@ -170,14 +171,28 @@ class Live:
         return sorted(parsed.step for parsed in found if parsed is not None)
 
 
+@contextmanager
+def serving(base: Path, **shape: Any) -> Iterator[Live]:
+    """A service of such a shape; nothing of it is left, and nothing had to be killed."""
+    family = Family()
+    service = Live(base, family, **shape)
+    service.build()
+    try:
+        service.start()
+        yield service
+    finally:
+        service.close()
+        left = family.end()
+    assert left == [], f"these had to be killed: {left}"
+
+
 @dataclass
 class Training:
-    """A trainer's process, its configuration and what it left."""
+    """Trainers of a run, each a process of its own, their configuration and what they left."""
 
     live: Live
     run: str
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    child: Child | None = None
     tries: int = 0
 
     @property
@@ -185,35 +200,21 @@ class Training:
         """Step log, plan, receipt."""
         return self.live.base / "trainers" / self.run
 
-    def start(self, **environment: str) -> Child:
-        """Start the trainer; the same run again resumes."""
+    def train(self, crash: str = "", *, code: int | None = 0, timeout_s: float = 110.0) -> int:
+        """Start the trainer and wait for its end, which is to have this code; the same run again resumes.
+
+        Args:
+            crash: where it ends, and how, as `trainer.crash` reads it.
+        """
+        assert self.live.zygote is not None
         self.output.mkdir(parents=True, exist_ok=True)
         path = self.output / "run.toml"
-        path.write_text(self._toml())
+        path.write_text(self.toml())
         self.tries += 1
-        os.environ.update(environment)
-        try:
-            self.child = self.live.family.start(
-                f"trainer {self.run}",
-                ["trainer.main", "--config", str(path)],
-                log=self.output / f"trainer-{self.tries}.log",
-                cwd=self.live.base,
-            )
-        finally:
-            for name in environment:
-                del os.environ[name]
-        return self.child
-
-    def finish(self, code: int = 0, timeout_s: float = 110.0) -> None:
-        """Wait for its end."""
-        assert self.child is not None
-        assert self.child.wait(timeout_s), f"the trainer did not end:\n{self.child.tail()}"
-        assert self.child.process.returncode == code, self.child.tail()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        assert self.child is not None
-        self.child.process.send_signal(number)
+        stdout, stderr = (self.output / f"trainer-{self.tries}.{name}" for name in ("out", "err"))
+        ended = self.live.zygote.launch(["--config", str(path)], {VARIABLE: crash}, stdout, stderr, timeout_s)
+        assert code is None or ended == code, stderr.read_text(errors="replace")[-3000:]
+        return ended
 
     def log(self) -> list[dict[str, Any]]:
         """Its step log, in order, over all its lives."""
@@ -225,7 +226,8 @@ class Training:
         """(event, step) of the named events, in order."""
         return ((line["event"], line.get("step")) for line in self.log() if line["event"] in names)
 
-    def _toml(self) -> str:
+    def toml(self) -> str:
+        """Its configuration."""
         table: dict[str, dict[str, Any]] = {
             "run": {"name": self.run, "root": str(self.live.root), "output_dir": str(self.output / "out")},
             "model": {"hf_path": str(self.live.model)},

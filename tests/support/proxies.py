@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,10 +167,15 @@ async def asked(proxy: Proxied, data: bytes | None = None, **request_: Any) -> G
         return await wire.answer()
 
 
+Step = bytes | asyncio.Event | Callable[[], object]
+
+
 @asynccontextmanager
-async def scripted(*steps: bytes | asyncio.Event) -> AsyncIterator[tuple[Upstream, asyncio.Event]]:
-    """An upstream that answers each request with these bytes, waiting for an event where one stands between them; the
-    event that it yields is set once a client has left it."""
+async def scripted(
+    *steps: bytes | asyncio.Event | Callable[[], object],
+) -> AsyncIterator[tuple[Upstream, asyncio.Event]]:
+    """An upstream that answers each request with these bytes, waiting for an event where one stands between them, and
+    calling what can be called; the event that it yields is set once a client has left it."""
     left = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -182,8 +187,10 @@ async def scripted(*steps: bytes | asyncio.Event) -> AsyncIterator[tuple[Upstrea
             for step in steps:
                 if isinstance(step, asyncio.Event):
                     await step.wait()
-                else:
+                elif isinstance(step, bytes):
                     writer.write(step)
+                else:
+                    step()
             await writer.drain()
             writer.close()
             await writer.wait_closed()

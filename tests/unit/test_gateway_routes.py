@@ -329,7 +329,7 @@ def test_no_such_drain_is_404(api: Api) -> None:
 
 
 def show_life(api: Api) -> None:
-    engines = (engine("e1", in_flight=3), engine("e2", state=EngineState.RESTARTING))
+    engines = (engine("e1", in_flight=3, tokens_per_s=12.5), engine("e2", state=EngineState.RESTARTING))
     group = GroupView(name="eval", kind="pinned", grade="fake", desired=2, ready=1, engines=engines)
     api.ledger.moves.show_life(
         FleetView(groups=(group,), pool=PoolView(capacity=8, in_flight=3, waiting=5), seen_at=None)
@@ -347,6 +347,7 @@ def test_status_and_fleet_show_what_the_controller_last_saw(api: Api) -> None:
     status = StatusView.model_validate(api.get("/status"))
     assert (status.version, status.epoch, status.controller_alive) == ("1.2.3", 1, True)
     assert status.engines == {"ready": 1, "restarting": 1}
+    assert status.tokens_per_s == {"e1": 12.5}
     assert status.points == {S.QUEUED: 1}
     assert status.runs == {"r1": {S.QUEUED: 1}}
     assert api.get("/fleet")["seen_at"] == api.ledger.clock.now
@@ -383,6 +384,7 @@ def test_metrics_are_prometheus_text_with_every_family(api: Api) -> None:
     assert values["evalfleet_points_without_result", "r1", "skipped", "unhealthy"] == 1
     assert values["evalfleet_engines", "eval", "ready"] == 1
     assert values["evalfleet_engine_in_flight", "e1", "eval"] == 3
+    assert values["evalfleet_engine_tokens_per_second", "e1", "eval"] == 12.5
     assert [values[f"evalfleet_pool_{name}",] for name in ("capacity", "in_flight", "waiting")] == [8, 3, 5]
     assert values["evalfleet_epoch",] == 1
     assert values["evalfleet_controller_alive",] == 1

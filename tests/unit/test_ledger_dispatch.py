@@ -393,6 +393,19 @@ def test_the_same_digest_that_is_still_on_its_way_is_evaluated_once(ledger: Ledg
     assert not ledger.point(older).superseded
 
 
+def test_what_was_reserved_first_and_comes_after_the_same_snapshot_did_is_evaluated_once(ledger: Ledger) -> None:
+    """A trainer is back from its death and has reserved the step anew as the scan takes in what it had published."""
+    reply = ledger.reserve(1)
+    newer = ledger.queued(1, force=True)
+    ledger.send(1, reservation=reply.reservation)
+    ledger.look()
+    found = ledger.point(reply.points[0].id)
+    assert (found.state, found.reason, found.superseded) == (S.CANCELLED, Reason.SUPERSEDED, True)
+    assert found.detail == f"the same snapshot is point {newer}"
+    assert ledger.state(newer) is S.QUEUED
+    assert not ledger.point(newer).superseded
+
+
 def test_the_same_digest_elsewhere_that_waits_for_its_checks_is_evaluated_once(ledger: Ledger) -> None:
     (older,) = ledger.send(1).points
     elsewhere = ledger.root / "elsewhere"

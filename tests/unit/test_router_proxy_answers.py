@@ -122,14 +122,16 @@ async def test_a_stream_is_passed_on_event_by_event() -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_client_that_leaves_cancels_its_request_upstream(streaming: bool) -> None:
-    never = asyncio.Event()
-    script = (SSE + chunk(b"data: 1\n\n"), never) if streaming else (never,)
+    came, never = asyncio.Event(), asyncio.Event()
+    script = (came.set, SSE + chunk(b"data: 1\n\n"), never) if streaming else (came.set, never)
     async with scripted(*script) as (upstream, left), proxied(upstream) as proxy:
         async with connected(proxy) as wire:
             wire.ask()
             if streaming:
                 await wire.head()
-            await until(lambda: proxy.router.stats().upstreams["scripted"].in_flight == 1)
+            async with asyncio.timeout(20):
+                await came.wait()
+            assert proxy.router.stats().upstreams["scripted"].in_flight == 1
         async with asyncio.timeout(20):
             await left.wait()
         await until(lambda: proxy.router.stats().upstreams["scripted"].in_flight == 0)

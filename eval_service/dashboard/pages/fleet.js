@@ -5,7 +5,7 @@ import { link } from "../place.js";
 import { ordered, pageOf, table } from "../table.js";
 
 const SIZE = 50;
-const VALUES = { id: (one) => one.id, state: (one) => one.state, in_flight: (one) => one.in_flight, restarts: (one) => one.restarts, heard_at: (one) => one.heard_at, group: (one) => one.group, node: (one) => one.node };
+const VALUES = { id: (one) => one.id, state: (one) => one.state, in_flight: (one) => one.in_flight, tokens_per_s: (one) => one.tokens_per_s, restarts: (one) => one.restarts, heard_at: (one) => one.heard_at, group: (one) => one.group, node: (one) => one.node };
 
 const ENGINES = [
   { label: "Engine", sort: "id", cell: (one) => one.id },
@@ -14,6 +14,7 @@ const ENGINES = [
   { label: "Pinned to", cell: (one) => (one.snapshot ? [h("code", {}, one.weight_version ?? one.snapshot.slice(0, 8))] : NONE) },
   { label: "Works on", cell: (one) => (one.point ? h("a", { href: link(["point", one.point]), "data-key": `works-${one.id}` }, `point ${one.point.slice(0, 8)}`) : NONE) },
   { label: "In flight", sort: "in_flight", num: true, cell: (one) => number(one.in_flight) },
+  { label: "Tokens/s", sort: "tokens_per_s", num: true, cell: (one) => number(one.tokens_per_s, 1) },
   { label: "Restarts", sort: "restarts", num: true, cell: (one) => number(one.restarts) },
   { label: "Node", sort: "node", cell: (one) => one.node ?? NONE },
   { label: "Address", cell: (one) => one.url ?? NONE },

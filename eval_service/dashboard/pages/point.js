@@ -18,7 +18,7 @@ export function mount([, id], host) {
     typing = setTimeout(() => {
       typing = null;
       become({ search: search.value, page: null });
-    }, 120);
+    }, 80);
   };
   const search = h("input", { type: "search", id: "samples-search", maxlength: 1000, oninput: typed });
   const filter = h("form", { role: "search", onsubmit: (event) => event.preventDefault() },

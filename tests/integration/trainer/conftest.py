@@ -10,7 +10,7 @@ import pytest
 from tests.support.stub_service import StubService, serving
 from tests.support.tiny_model import build_tiny_model, write_chats
 from tests.support.trainer_process import TrainerRuns
-from tests.support.zygote import Zygote, zygote
+from tests.support.zygote import Zygote
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +30,6 @@ def stub() -> Iterator[StubService]:
     """A service that takes points in and never runs one."""
     with serving(StubService()) as service:
         yield service
-
-
-@pytest.fixture(scope="session")
-def trainer_zygote() -> Iterator[Zygote]:
-    """Forks trainer processes."""
-    with zygote(Path(__file__).parents[3]) as held:
-        yield held
 
 
 @pytest.fixture
