@@ -91,6 +91,7 @@ class Speed:
     tokens: int
     generate_s: float
     all_s: float
+    outputs: tuple[str, ...] = ()  # of a point
 
     @property
     def generated(self) -> float:
@@ -148,7 +149,8 @@ class Bench:
         assert timings.score_s is not None
         samples = read_samples(Path(view.samples_path), limit=self.suite.size).samples
         tokens = sum(sample.output_tokens for sample in samples)
-        return Speed(tokens, timings.generate_s, timings.generate_s + timings.score_s)
+        outputs = tuple(sample.output for sample in samples)
+        return Speed(tokens, timings.generate_s, timings.generate_s + timings.score_s, outputs)
 
     def _point(self, step: int) -> PointView:
         request = DispatchRequest(
@@ -267,6 +269,11 @@ def memory_mb(samples: int) -> float:
     return float(json.loads(told)["over_idle_mb"])
 
 
+def _differing(one: Speed, other: Speed) -> int:
+    """Greedy samples of one snapshot that came out otherwise: none in float32, some where batches round otherwise."""
+    return sum(a != b for a, b in zip(one.outputs, other.outputs, strict=True))
+
+
 # --- the whole
 
 
@@ -288,6 +295,7 @@ def measure(given: argparse.Namespace) -> Report:
         "by_a_point_tokens_per_s": [round(by_point.generated) for _, by_point in pairs],
         "ratios": [round(ratio, 3) for ratio in ratios],
         "ratios_with_scoring_and_recording": [round(ratio, 3) for ratio in whole],
+        "samples_that_differ_from_the_first_points": [_differing(pairs[0][1], by_point) for _, by_point in pairs],
     }
     least = 0.95 if cuda_available() else 0.9
     name = "tokens/s: a point / the engine by hand, median of the pairs"
