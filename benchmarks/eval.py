@@ -47,19 +47,19 @@ _START_S, _POINT_S, _LOOK_S = 400.0, 900.0, 0.1
 _AWAITED = 64
 _FLEET = """
 [service]
-roots = ["."]
+roots = [".", "{model}"]
 state_dir = "state"
 port = {port}
 
 [groups.eval]
-model = "model"
+model = "{model}"
 num_engines = [0, 1]
 num_gpus_per_engine = 0
 server_concurrency = {concurrency}
 
 [groups.measured]
 kind = "attached"
-model = "model"
+model = "{model}"
 urls = ["{url}"]
 api_key_env = "{keys[0]}"
 admin_api_key_env = "{keys[1]}"
@@ -108,7 +108,7 @@ class Speed:
 class Bench:
     """An engine, a service that it is attached to, and what is asked of both."""
 
-    base: Path
+    model: Path
     server: Server
     client: EvalClient
     suite: Suite
@@ -155,7 +155,7 @@ class Bench:
     def _point(self, step: int) -> PointView:
         request = DispatchRequest(
             run=_RUN, step=step, suites=(_SUITE,), kind=Kind.MANUAL, source=Source.CALLER,
-            snapshot=str(self.base / "model"), reservation=str(uuid.uuid4()),
+            snapshot=str(self.model), reservation=str(uuid.uuid4()),
         )  # fmt: skip
         asked = self.client.dispatch(request).points[0].id
         until = time.monotonic() + _POINT_S
@@ -173,15 +173,15 @@ class Bench:
 
 async def speeds(base: Path, given: argparse.Namespace) -> tuple[list[tuple[Speed, Speed]], dict[str, Any]]:
     """Pairs of (by hand, by a point), one after the other."""
-    _build(base, given)
+    model = _build(base, given)
     overrides = json.loads(given.overrides)
-    group = GroupConfig(model=base / "model", start_timeout_s=_START_S, overrides=overrides)
+    group = GroupConfig(model=model, start_timeout_s=_START_S, overrides=overrides)
     server = await boot_server(group, BootOptions(log=base / "engine.log"), SystemClock())
     try:
-        with _service(base, server, given.concurrency) as client:
+        with _service(base, model, server, given.concurrency) as client:
             suite = load_suites(base / "suites.toml")[_SUITE]
             assert isinstance(suite, Suite)
-            bench = Bench(base, server, client, suite, given.concurrency)
+            bench = Bench(model, server, client, suite, given.concurrency)
             await bench.by_hand()  # the engine has compiled what it compiles
             pairs = [await _pair(bench, number) for number in range(given.pairs)]
     finally:
@@ -198,25 +198,26 @@ async def _pair(bench: Bench, number: int) -> tuple[Speed, Speed]:
     return await bench.by_hand(), await bench.by_point(number)
 
 
-def _build(base: Path, given: argparse.Namespace) -> None:
-    """Model, prompts, suite. In a process of its own where there is a GPU, whose memory is the engine's."""
-    if given.model:
-        (base / "model").symlink_to(Path(given.model).resolve())
-    else:
+def _build(base: Path, given: argparse.Namespace) -> Path:
+    """Prompts, suite, and the model, in a process of its own: a GPU's memory is the engine's."""
+    model = Path(given.model or base / "model").resolve()
+    if not given.model:
         module, shape = ("benchmarks.export", ", 'qwen3-0.6b'") if cuda_available() else ("eval_service.demo.tiny", "")
-        code = f"import pathlib, {module} as built; built.build_model(pathlib.Path({str(base / 'model')!r}){shape})"
+        code = f"import pathlib, {module} as built; built.build_model(pathlib.Path({str(model)!r}){shape})"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=_START_S)
     prompts = (f"{number:6} is the number; and what comes of it?" for number in range(given.samples))
     rows = (json.dumps({"prompt": prompt, "answer": "-"}) for prompt in prompts)
     (base / "speed.jsonl").write_text("\n".join(rows))
     (base / "suites.toml").write_text(_SUITES.format(tokens=given.tokens))
+    return model
 
 
 @contextmanager
-def _service(base: Path, server: Server, concurrency: int) -> Iterator[EvalClient]:
+def _service(base: Path, model: Path, server: Server, concurrency: int) -> Iterator[EvalClient]:
     """`evalfleet serve`, with the engine attached and a run to put points into."""
     family, port = Family(), free_port()
-    (base / "fleet.toml").write_text(_FLEET.format(port=port, url=server.url, keys=_KEYS, concurrency=concurrency))
+    fleet = _FLEET.format(model=model, port=port, url=server.url, keys=_KEYS, concurrency=concurrency)
+    (base / "fleet.toml").write_text(fleet)
     keys = dict(zip(_KEYS, (server.keys.api, server.keys.admin), strict=True))
     try:
         files = ["--fleet", "fleet.toml", "--suites", "suites.toml", "--host", HOST, "--port", str(port)]

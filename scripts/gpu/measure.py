@@ -342,7 +342,7 @@ def part_offload(work: Path, clock: Clock, plan: dict[str, Any]) -> dict[str, An
 
 def part_eval(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
     overrides = {} if tiny else GPU_OVERRIDES | {"cuda_graph_max_bs_decode": 256, "mem_fraction_static": 0.6}
-    argv = ["benchmarks/eval.py", "--json", "--out", str(work / "eval.json"), "--model", str(work / "model")]
+    argv = ["-m", "benchmarks.eval", "--json", "--out", str(work / "eval.json"), "--model", str(work / "model")]
     argv += ["--overrides", json.dumps(overrides)] + (["--quick"] if tiny else ["--pairs", "3"])
     process = Process(argv, work / "logs" / "eval.log")
     code = process.wait(clock.left(480.0))
