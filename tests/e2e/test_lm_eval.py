@@ -17,12 +17,12 @@ import pytest
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
 from tests.support.live import DONE, Live, wait_for
-from tests.support.lm_tasks import DOCUMENTS
 from tests.support.processes import assert_gone, tree
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 RUN = "harness"
+DOCUMENTS = 12
 _HF = """
 import json, sys
 from eval_service.apart.lm_eval_worker import evaluate
