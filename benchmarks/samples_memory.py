@@ -76,7 +76,7 @@ class Peak:
             self.bytes = max(self.bytes, process.memory_info().rss)
 
 
-async def point(suite: Suite, root: Path) -> None:
+async def point(suite: Suite, root: Path, scorers: ScorerPool) -> None:
     """One point, from the first request to the result."""
     generation = Generation(
         suite,
@@ -89,14 +89,10 @@ async def point(suite: Suite, root: Path) -> None:
         answered=lambda latency: None,
     )
     answers = await generation.run()
-    scorers = ScorerPool(1, 30.0)
     given = dict.fromkeys(Runnable.__dataclass_fields__, 0) | {"id": "p", "run": "r", "suite": "s", "root": str(root)}
     yes: Any = _Yes()
     recorder = Recorder(Runnable(**cast(Any, given)), 1, suite, yes, yes, scorers, cast(Judges, None))
-    try:
-        await recorder.record(answers, Weights(_VERSION, PinProof.CANARY), {})
-    finally:
-        scorers.close()
+    await recorder.record(answers, Weights(_VERSION, PinProof.CANARY), {})
 
 
 def main(samples: int) -> None:
@@ -109,8 +105,12 @@ def main(samples: int) -> None:
         suite = load_suites(root / "s.toml")["s"]
         assert isinstance(suite, Suite)
         idle = psutil.Process().memory_info().rss
-        with Peak() as peak:
-            asyncio.run(point(suite, root))
+        scorers = ScorerPool(1, 30.0)
+        try:
+            with Peak() as peak:
+                asyncio.run(point(suite, root, scorers))
+        finally:
+            scorers.close()
     told = {"samples": samples, "idle_mb": idle / 1e6, "over_idle_mb": (peak.bytes - idle) / 1e6}
     print(json.dumps({name: round(value, 1) for name, value in told.items()}))
 

@@ -62,8 +62,17 @@ def _stages(config: RunConfig, layers: int) -> Stages:
 def buffer_bytes(config: RunConfig, architecture: Architecture, stages: Stages) -> int:
     """Host memory of the largest rank's export buffer; 0 where nothing is exported."""
     exports = config.train.save_hf or (config.eval.enabled and not config.reuses)
-    if not exports:
-        return 0
+    return ITEM_BYTES[architecture.dtype] * _largest_part(config, architecture, stages) if exports else 0
+
+
+def checkpoint_bytes(config: RunConfig, architecture: Architecture, stages: Stages) -> int:
+    """Host memory of the largest copy of a checkpoint: parameters, float32 main ones beside bfloat16, two moments."""
+    item = 12 if config.train.dtype == "float32" else ITEM_BYTES[config.train.dtype] + 12
+    return item * _largest_part(config, architecture, stages)
+
+
+def _largest_part(config: RunConfig, architecture: Architecture, stages: Stages) -> int:
+    """Parameters of the rank that has most of them."""
     a, tensor = architecture, config.parallel.tensor
     width = a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
     layer = a.hidden_size * (width + 3 * a.ffn_size) // tensor + 2 * a.hidden_size + 2 * a.head_dim
@@ -71,7 +80,7 @@ def buffer_bytes(config: RunConfig, architecture: Architecture, stages: Stages) 
     ends = [0] * len(stages.layers)
     ends[0] += rows
     ends[-1] += a.hidden_size + (0 if a.tied else rows)
-    return ITEM_BYTES[a.dtype] * max(layer * n + end for n, end in zip(stages.layers, ends, strict=True))
+    return max(layer * n + end for n, end in zip(stages.layers, ends, strict=True))
 
 
 def check_memory(needed_bytes: int, ranks_here: int) -> None:
@@ -87,6 +96,25 @@ def check_memory(needed_bytes: int, ranks_here: int) -> None:
             f"{megabytes(free)} are free",
             field="eval.snapshot_source",
             hint="free memory, spread the model over more ranks (parallel.tensor), or turn evaluation and save_hf off",
+        )
+
+
+def check_checkpoint_memory(copy_bytes: int, copies_here: int, held_bytes: int) -> None:
+    """Refuse checkpoints whose copies, beside the export buffers, don't fit this node's free memory.
+
+    Args:
+        copies_here: ranks of this node that make one; of data-parallel ranks one does.
+
+    Raises:
+        ConfigError: says what they need and what there is.
+    """
+    free = free_memory_bytes()
+    if free is not None and copy_bytes * copies_here + held_bytes > free:
+        raise ConfigError(
+            f"a checkpoint is copied to host memory: {megabytes(copy_bytes)} on each of {copies_here} ranks here, "
+            f"beside {megabytes(held_bytes)} of export buffers; {megabytes(free)} are free",
+            field="train.save_dir",
+            hint="free memory, or spread the model over more ranks (parallel.tensor, parallel.pipeline)",
         )
 
 

@@ -29,7 +29,14 @@ from trainer.debug_data import Batches, Dumping, load_dumped
 from trainer.display import Display
 from trainer.eval_hook import EvalHook
 from trainer.export import Exporter
-from trainer.layout import buffer_bytes, check_layout, check_memory, megabytes
+from trainer.layout import (
+    buffer_bytes,
+    check_checkpoint_memory,
+    check_layout,
+    check_memory,
+    checkpoint_bytes,
+    megabytes,
+)
 from trainer.loop import Loop, Saver
 from trainer.parallel import check_world, launched_rank, parallel_session, world_size
 from trainer.saving import CheckpointWriter
@@ -105,10 +112,14 @@ def prepare(config: RunConfig) -> Prepared:
     architecture = read_architecture(config.model.hf_path)
     stages = check_layout(config, architecture, world_size())
     buffer = buffer_bytes(config, architecture, stages)
-    check_memory(buffer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_memory(buffer, here)
     store = _store(config)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
+    if trains:
+        copies = min(here, config.parallel.tensor * config.parallel.pipeline)
+        check_checkpoint_memory(checkpoint_bytes(config, architecture, stages), copies, buffer * here)
     dataset = _batches(config, architecture, start or 0) if trains else None
     points = cadence.plan(
         start=start or 0,

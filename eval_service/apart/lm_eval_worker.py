@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -39,7 +40,12 @@ def run(parent: Parent, asked: Mapping[str, Any]) -> None:
 
 
 def evaluate(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """lm-eval's own results, samples included."""
+    """lm-eval's own results, samples included. Data that a task of the user's names is looked for beside it."""
+    with chdir(asked["path"] or "."):
+        return _evaluated(model, asked)
+
+
+def _evaluated(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = simple_evaluate(
         model=model,
         tasks=list(asked["tasks"]),

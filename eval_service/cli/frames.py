@@ -182,7 +182,7 @@ def _engine_rows(frame: Frame) -> Iterable[list[object]]:
     for group in frame.fleet.groups:
         for engine in group.engines:
             detail = (engine.detail or "")[:_DETAIL_CHARS]
-            spoken = getattr(engine, "tokens_per_s", None)
+            spoken = engine.tokens_per_s
             pinned = engine.weight_version
             yield [engine.id, engine.state, engine.in_flight, spoken, pinned, engine.point, detail]
 

@@ -137,7 +137,8 @@ def load_lm_eval(name: str, config: LmEvalConfig, base: Path) -> LmEvalSuite:
         hint = "set code = true, if you trust it: it runs in the tasks' process"
         raise ConfigError(f"{own[0]} names Python of its own", field=f"{key}.code", hint=hint)
     asked = config.model_dump(mode="json", exclude={"path", "metric", "direction", "concurrency"})
-    return LmEvalSuite(name, _digest({**asked, "texts": sorted(texts.values())}), config, path)
+    data = list(_data(path)) if path is not None else []
+    return LmEvalSuite(name, _digest({**asked, "texts": sorted(texts.values()), "data": data}), config, path)
 
 
 def load_function(name: str, config: FunctionConfig, base: Path) -> FunctionSuite:
@@ -172,6 +173,13 @@ def load_function(name: str, config: FunctionConfig, base: Path) -> FunctionSuit
 def _yamls(directory: Path) -> Iterator[tuple[Path, str]]:
     for path in sorted((*directory.rglob("*.yaml"), *directory.rglob("*.yml"))):
         yield path, path.read_text(encoding="utf-8", errors="replace")
+
+
+def _data(directory: Path) -> Iterator[str]:
+    """The other files of the directory, by content: rows that the tasks read, say, which are what is asked too."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.suffix not in (".yaml", ".yml", ".pyc"):
+            yield f"{path.relative_to(directory)} {xxhash.xxh3_128_hexdigest(path.read_bytes())}"
 
 
 def _digest(asked: dict[str, Any]) -> str:

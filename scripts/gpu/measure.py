@@ -9,6 +9,8 @@
    of weights one step off, of a dropped tensor and of two swapped ones.
 4. `offload`, with `--only offload` alone: the same training with `train.offload_train` and without: losses, exports,
    peak device memory, what is held between steps, time per step.
+5. `eval`, with `--only eval` alone: benchmarks/eval.py: tokens per second of a point against the same requests sent to
+   the engine by hand, 2,000 samples of 128 tokens; scorers that wait; the controller's memory.
 
 With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
 evaluation: what a point costs the step. `--points` is how many points there are after the baseline (default 2).
@@ -335,6 +337,21 @@ def part_offload(work: Path, clock: Clock, plan: dict[str, Any]) -> dict[str, An
     }
 
 
+# --- 5: a point against its engine by hand
+
+
+def part_eval(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
+    overrides = {} if tiny else GPU_OVERRIDES | {"cuda_graph_max_bs_decode": 256, "mem_fraction_static": 0.6}
+    argv = ["-m", "benchmarks.eval", "--json", "--out", str(work / "eval.json"), "--model", str(work / "model")]
+    argv += ["--overrides", json.dumps(overrides)] + (["--quick"] if tiny else ["--pairs", "3"])
+    process = Process(argv, work / "logs" / "eval.log")
+    code = process.wait(clock.left(480.0))
+    process.end()
+    if not (work / "eval.json").exists():
+        return {"exit_code": code, "error": process.tail()}
+    return {"exit_code": code, **json.loads((work / "eval.json").read_text())}
+
+
 # --- all of it
 
 
@@ -393,9 +410,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ("run", lambda: part_run(work, clock, port, plan)),
         ("pin", lambda: part_pin(work, clock, args.tiny)),
         ("offload", lambda: part_offload(work, clock, plan)),
+        ("eval", lambda: part_eval(work, clock, args.tiny)),
     ]
     for name, part in parts:
-        if name in ("export", "run", "pin", "offload") and name not in args.only.split(","):
+        if name in ("export", "run", "pin", "offload", "eval") and name not in args.only.split(","):
             continue
         say(name)
         began = time.monotonic()

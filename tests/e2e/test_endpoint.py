@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -18,6 +22,7 @@ from tests.support.live import DONE, SUITE, Live, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "talked-to"
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "sort: cab"}], "max_tokens": 6, "temperature": 0}
 
@@ -78,6 +83,28 @@ def test_a_checkpoint_is_talked_to_by_the_openai_and_the_native_routes_with_its_
         assert http.post("/generate", json={"input_ids": [10**6]}).json()["error"]["code"] == "bad_tokens"
         for path in ("/update_weights_from_disk", "/flush_cache", "/abort_request", "/server_info"):
             assert http.post(path, json={}).json()["error"]["code"] == "no_route"
+
+
+def test_a_task_of_inspect_ai_runs_against_a_checkpoint_and_has_its_answers(
+    live: Live, point: PointView, serving: ServingView, tmp_path: Path
+) -> None:
+    command = ["-m", "inspect_ai", "eval", "examples/inspect_task.py", "--model", "openai-api/lane/checkpoint"]
+    command += ["--log-dir", str(tmp_path), "--log-format", "json", "--display", "none"]
+    environment = {**os.environ, "LANE_BASE_URL": f"{serving.url}/v1", "LANE_API_KEY": "none"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    [log] = tmp_path.glob("*.json")
+    told = json.loads(log.read_text())
+    assert told["status"] == "success", done.stdout + done.stderr
+    assert told["results"]["completed_samples"] == len(told["samples"]) == 4
+    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+        for sample in told["samples"]:
+            messages = [{"role": "user", "content": sample["input"]}]
+            asked = {"model": "any", "messages": messages, "max_tokens": 8, "temperature": 0}
+            chat = http.post("/v1/chat/completions", json=asked)
+            assert chat.headers["X-Router-Weights"] == live.client.serving(point.id).weight_version
+            assert sample["output"]["completion"] == chat.json()["choices"][0]["message"]["content"]
 
 
 def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(live: Live, point: PointView) -> None:

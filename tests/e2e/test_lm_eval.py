@@ -6,18 +6,23 @@ import json
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from eval_service.contract.wire import DispatchRequest, Kind, RunSpec, Source
-from tests.support.live import DONE, Live
-from tests.support.lm_tasks import DOCUMENTS
+from eval_service.contract.states import PointState
+from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
+from tests.support.live import DONE, Live, wait_for
+from tests.support.processes import assert_gone, tree
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 RUN = "harness"
+DOCUMENTS = 12
 _HF = """
 import json, sys
 from eval_service.apart.lm_eval_worker import evaluate
@@ -43,18 +48,58 @@ def by_hf(live: Live) -> dict[str, Any]:
     return found
 
 
-def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_of_its_own_hf_backend(
-    live: Live,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """A point whose first worker was killed as it began, and what the `hf` backend makes of the same tasks."""
+
+    point: PointView
+    expected: dict[str, Any]
+    killed: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def harness(live: Live) -> Harness:
     live.wait_engines()
     live.client.put_run(RUN, RunSpec(root=str(live.root), suites=("harness",), max_in_flight=10))
     request = DispatchRequest(
         run=RUN, step=0, suites=("harness",), kind=Kind.MANUAL, source=Source.CALLER, snapshot=str(live.model),
         reservation=str(uuid.uuid4()),
     )  # fmt: skip
-    live.client.dispatch(request)
+    asked = live.client.dispatch(request).points[0].id
+    wait_for(lambda: live.client.point(asked).state is PointState.RUNNING, "the point to run")
+    killed = wait_for(lambda: workers(live), "its process")
+    killed[0].kill()
     expected = by_hf(live)
     [point] = live.ended(RUN, 1, timeout_s=200)
+    return Harness(point, expected, killed)
+
+
+def workers(live: Live) -> list[psutil.Process]:
+    """The processes that lm-eval runs in, and what they have started."""
+    found = []
+    for process in psutil.Process(live.child.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "eval_service.apart.lm_eval_worker" in process.cmdline():
+                found += tree(process.pid)
+    return found
+
+
+def test_kill_9_of_lm_evals_process_is_its_attempts_fault_and_the_next_one_is_done_and_leaves_nothing(
+    live: Live, harness: Harness
+) -> None:
+    point = live.client.point(harness.point.id)
+    first, second = point.history
+    assert (first.outcome, second.outcome) == ("lm_eval", "done")
+    assert "killed by signal 9" in (first.detail or "")
+    assert_gone(harness.killed)
+    assert workers(live) == []
+    assert sorted((live.root / RUN / "evals").iterdir()) == [Path(point.samples_path or "")]
+
+
+def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_of_its_own_hf_backend(
+    live: Live, harness: Harness
+) -> None:
+    point, expected = harness.point, harness.expected
     assert point.state is DONE, (point.reason, point.detail)
     for task, metric in (("tiny_choose", "acc"), ("tiny_generate", "exact_match")):
         told = point.metrics[f"{task}/{metric}"]

@@ -12,7 +12,7 @@ import pytest
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, EngineView, PointView, RunSpec, SampleView, Source
 from eval_service.suites.suite import Suite, load_suites
-from tests.support.live import EXAMPLES, Live, wait_for
+from tests.support.live import EXAMPLES, SUITE, Live, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
@@ -58,6 +58,22 @@ def test_a_suite_of_each_kind_is_done_on_the_real_engines(live: Live, points: di
     _check_chat(live.samples(points["chat"].id))
     _check_choices(live.samples(points["choice"].id), live.model)
     assert {sample.note is not None for sample in live.samples(points["judged"].id)} == {True}
+
+
+def test_the_same_snapshot_evaluated_twice_in_float32_gives_the_same_samples(live: Live) -> None:
+    live.wait_engines()
+    live.client.put_run("twice", RunSpec(root=str(live.root), suites=(SUITE,)))
+    for step in (1, 2):
+        request = DispatchRequest(
+            run="twice", step=step, reservation=str(uuid.uuid4()), snapshot=str(live.model), source=Source.CALLER
+        )
+        live.client.dispatch(request)
+    one, other = live.ended("twice", 2)
+    assert (one.state, other.state) == (PointState.DONE, PointState.DONE)
+    assert one.weight_version != other.weight_version
+    assert (one.metrics, one.score) == (other.metrics, other.score)
+    outputs, again = ([sample.output for sample in live.samples(point.id)] for point in (one, other))
+    assert outputs == again
 
 
 def _check_chat(samples: list[SampleView]) -> None:

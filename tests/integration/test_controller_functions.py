@@ -179,3 +179,15 @@ def test_lm_eval_tasks_are_refused_at_load_where_there_is_no_such_task_or_no_pro
         check_served(load_suites(file), has_proxy=False)
     assert "service.proxy_port" in (off.value.hint or "")
     check_served(load_suites(file), has_proxy=True)
+
+
+def test_data_beside_lm_eval_tasks_is_in_the_suites_digest(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.yaml").write_text("task: mine\n")
+    file = tmp_path / "suites.toml"
+    file.write_text('[suites.harness]\nkind = "lm_eval"\npath = "mine"\nmetric = "mine/acc"\ntasks = ["mine"]\n')
+    found = set()
+    for rows in ("{}", "{} "):
+        (tmp_path / "mine" / "rows.jsonl").write_text(rows)
+        found |= {load_suites(file)["harness"].digest, load_suites(file)["harness"].digest}
+    assert len(found) == 2

@@ -103,6 +103,7 @@ def test_the_curve_tells_values_with_intervals_gaps_with_reasons_the_best_and_al
     watched: Watched, stand: Stand
 ) -> None:
     page = open_page(watched, stand, "run")
+    expect(page.get_by_text("Step 1,400 is better than step 1,300: +0.0")).to_contain_text("±")
     chart = page.locator("[role=group]").first
     chart.focus()
     told = {}

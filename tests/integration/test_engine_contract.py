@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import pytest
 
 from eval_service.contract.canary import canary_token_ids
 from eval_service.contract.manifest import Canary
+from eval_service.contract.states import PinProof
 from eval_service.engine.errors import EngineDown, EngineRefused
 from eval_service.engine.fake import fake_canary
 from eval_service.engine.pin import PinFailed, SystemClock
 from eval_service.engine.protocol import PinError, PinOrder
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
+from eval_service.functions import SAMPLES, EvalContext
 from eval_service.suites.config import SamplingConfig
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import parse_answer, request_for
@@ -397,3 +400,29 @@ def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> Non
     with pytest.raises(httpx.TransportError):
         engine.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
     engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
+
+
+def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_proves_it(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    attached = importlib.import_module("attached_function")
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "ab", "answer": "no such answer"}\n' * 3)
+    for name, key in (("key", served.server.keys.api), ("admin", served.server.keys.admin)):
+        (tmp_path / name).write_text(key)
+    files = {"key_file": str(tmp_path / "key"), "admin_key_file": str(tmp_path / "admin")}
+    function = attached.Attached(served.server.url, str(tmp_path / "questions.jsonl"), **files)
+    try:
+        canary = served.canary(served.other).model_dump()
+        context = EvalContext("r", 1, "mine", "point", tmp_path, canary=canary)
+        function.evaluate_checkpoint(served.other.path, context)
+        assert (context.pin_proof, context.weight_version) == (PinProof.CANARY, served.label())
+        assert (context.metrics["accuracy"].value, context.metrics["accuracy"].n) == (0.0, 3)
+        samples = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
+        assert {sample["output"] for sample in samples} == {served.generate(
+            text="ab", sampling_params={"max_new_tokens": 16, "temperature": 0.0}
+        ).json()["text"]}  # fmt: skip
+        with pytest.raises(RuntimeError, match="it holds other weights"):
+            function.evaluate_checkpoint(served.boot.path, context)
+    finally:
+        function.dispose()

@@ -21,7 +21,6 @@ from eval_service.contract.wire import EngineState, EngineView, PointView, Sampl
 from eval_service.demo import tasks, tiny
 from eval_service.demo.processes import Child, Family
 from eval_service.demo.service import free_port, wait_ready
-from tests.support import lm_tasks
 from tests.support.zygote import Zygote
 from trainer.crash import VARIABLE
 
@@ -92,8 +91,9 @@ class Live:
         )
         fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=str(self._by_work).lower())
         (self.base / "fleet.toml").write_text(fleet + self.more)
-        lm_tasks.write(self.base / "lm_tasks")
-        (self.base / "suites.toml").write_text(_SUITES + self._examples() + lm_tasks.SUITE)
+        shutil.copytree(EXAMPLES / "lm_tasks", self.base / "lm_tasks")
+        harness = (EXAMPLES / "lm_eval.toml").read_text()
+        (self.base / "suites.toml").write_text("\n".join((_SUITES, self._examples(), harness)))
 
     def _examples(self) -> str:
         """The suites of the examples, with their data beside them; any text at all is a verdict of the tiny judge."""

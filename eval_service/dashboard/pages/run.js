@@ -1,5 +1,5 @@
 // A run: its curve, with other metrics and runs laid over it, its lag, its gaps and its points.
-import { get, path } from "../api.js";
+import { Fault, get, path } from "../api.js";
 import { Chart } from "../chart.js";
 import { NONE, facts, fill, h, number, state, when } from "../dom.js";
 import { become, link } from "../place.js";
@@ -14,9 +14,9 @@ const ENDED_WITHOUT = ["skipped", "failed", "cancelled"];
 export function mount([, run], host) {
   const curve = new Chart({ label: "score by step", share: "run" });
   const lags = new Chart({ label: "lag by step", height: 160, share: "run" });
-  const [about, choice, gaps, points] = ["div", "form", "div", "div"].map((tag) => h(tag));
+  const [about, choice, newest, gaps, points] = ["div", "form", "p", "div", "div"].map((tag) => h(tag));
   choice.addEventListener("submit", (event) => event.preventDefault());
-  host.append(about, choice, h("h2", {}, "Curve"), curve.node, h("p", { class: "soft" }, "Bars are 95% intervals. ★ is the best, ! an alarm, and a cross at the bottom a step without a result."), gaps,
+  host.append(about, choice, h("h2", {}, "Curve"), curve.node, h("p", { class: "soft" }, "Bars are 95% intervals. ★ is the best, ! an alarm, and a cross at the bottom a step without a result."), newest, gaps,
     h("h2", {}, "Lag"), h("p", { class: "soft" }, "Steps that the trainer was ahead when the point ended."), lags.node, h("h2", {}, "Points"), points);
   let names = [];
   let asked = { runs: [run], suite: null, metrics: [] };
@@ -41,8 +41,25 @@ export function mount([, run], host) {
       lags.draw(curves.map((one) => ({ label: one.run, points: one.points.filter((point) => point.lag_steps !== null).map((point) => ({ step: point.step, value: point.lag_steps, href: link(["point", point.id]) })) })));
       fill(gaps, gapsOf(curves[0]));
       fill(points, table({ caption: "Points", columns: columnsOf({ run: false }), rows: found.points, order, page, size: SIZE, total: found.total }));
+      fill(newest, await compared(curves[0], signal));
     },
   };
+}
+
+/** The newest result against the one before it, on the prompts of both; nothing where they can't be compared. */
+async function compared(curve, signal) {
+  const [a, b] = curve.points.filter((point) => point.state === "done").slice(-2);
+  if (!b) return null;
+  try {
+    const found = await get(path(["points", a.id, "compare", b.id], { limit: 1 }), signal);
+    if (found.difference === null) return null;
+    const [said, look] = { better: ["is better than", "good"], worse: ["is worse than", "bad"] }[found.verdict] ?? ["can't be told from", "soft"];
+    const sure = found.stderr === null ? "" : ` ± ${number(found.stderr)}`;
+    return [`Step ${number(b.step)} `, h("a", { href: link(["compare", a.id, b.id]), class: look }, said), ` step ${number(a.step)}: ${found.difference > 0 ? "+" : ""}${number(found.difference)}${sure}, on the prompts of both.`];
+  } catch (error) {
+    if (error instanceof Fault) return null;
+    throw error;
+  }
 }
 
 function summary(view, curve) {

@@ -10,7 +10,15 @@ import pytest
 from eval_service.contract.errors import ConfigError
 from trainer.architecture import QWEN3, Architecture, Rope
 from trainer.config import RunConfig
-from trainer.layout import Stages, buffer_bytes, check_layout, check_memory, free_memory_bytes
+from trainer.layout import (
+    Stages,
+    buffer_bytes,
+    check_checkpoint_memory,
+    check_layout,
+    check_memory,
+    checkpoint_bytes,
+    free_memory_bytes,
+)
 
 SHAPE = Architecture(
     name=QWEN3,
@@ -80,6 +88,16 @@ def test_a_buffer_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch: p
         check_memory(1_000_000_000, 4)
 
 
+def test_a_checkpoints_copy_that_does_not_fit_beside_the_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.layout.free_memory_bytes", lambda: 3_000_000_000)
+    check_checkpoint_memory(1_000_000_000, 2, 1_000_000_000)
+    with pytest.raises(
+        ConfigError, match=r"1,000 MB on each of 2 ranks here, beside 1,100 MB of export buffers"
+    ) as caught:
+        check_checkpoint_memory(1_000_000_000, 2, 1_100_000_000)
+    assert caught.value.field == "train.save_dir"
+
+
 def test_free_memory_is_what_both_the_node_and_the_control_group_have_left(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\n")
@@ -100,3 +118,11 @@ def test_nothing_is_held_where_nothing_is_exported_and_ranks_share_what_is() -> 
     layer = 64 * (8 * (2 * 8 + 2 * 4) + 3 * 192) + 2 * 64 + 2 * 8
     assert whole == 2 * (6 * layer + 100 * 64 + 64)
     assert buffer_bytes(_config({"tensor": 2}), SHAPE, Stages((6,))) < 0.52 * whole
+
+
+def test_a_checkpoint_has_parameters_main_parameters_and_two_moments() -> None:
+    config = _config()
+    parameters = buffer_bytes(config, SHAPE, Stages((6,))) // 2
+    assert checkpoint_bytes(config, SHAPE, Stages((6,))) == 12 * parameters
+    half = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "bfloat16"})})
+    assert checkpoint_bytes(half, SHAPE, Stages((6,))) == 14 * parameters
