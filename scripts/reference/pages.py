@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import typer
@@ -32,10 +31,19 @@ FILES: Mapping[str, tuple[type[BaseModel], ...]] = {
 }
 
 
+class _NoServices:
+    """An application that answers nobody needs none of them; each is None."""
+
+    version = "-"
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def pages() -> dict[str, str]:
     """Every page's text by its name."""
     texts = {
-        "api.md": api_page(build_app(cast("Services", SimpleNamespace(version="-")))),
+        "api.md": api_page(build_app(cast("Services", _NoServices()))),
         "cli.md": cli_page(),
         "config.md": config_page(),
         "python.md": python_page(),
