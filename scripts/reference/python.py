@@ -61,7 +61,7 @@ def _inside(owner: ast.ClassDef) -> Iterator[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node).startswith("_")
     ]
     if values:
-        yield "```python\n" + "\n".join(values) + "\n```"
+        yield "```\n" + "\n".join(values) + "\n```"
     for node in owner.body:
         # What a host calls (`on_...`) is nobody else's to call.
         if isinstance(node, _Function) and (node.name == "__init__" or not node.name.startswith(("_", "on_"))):

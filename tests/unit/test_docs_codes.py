@@ -54,12 +54,15 @@ def text(node: ast.expr | None, constants: dict[str, str]) -> str | None:
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     if isinstance(node, ast.JoinedStr):
-        parts = [
-            constants.get(ast.unparse(part.value), "NAME") if isinstance(part, ast.FormattedValue) else part.value
-            for part in node.values
-        ]  # type: ignore[attr-defined]
-        return "".join(parts)
+        return "".join(_part(part, constants) for part in node.values)
     return None
+
+
+def _part(part: ast.expr, constants: dict[str, str]) -> str:
+    """Of an f-string: `NAME` where only the running program knows."""
+    if isinstance(part, ast.FormattedValue):
+        return constants.get(ast.unparse(part.value), "NAME")
+    return str(ast.literal_eval(part))
 
 
 def test_every_error_of_the_api_is_there_with_its_status() -> None:
