@@ -53,9 +53,7 @@ def _plan(config: RunConfig, *, as_json: bool) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="evalfleet-train", description="Supervised fine-tuning, evaluated as it goes."
-    )
+    made = argparse.ArgumentParser(prog="evalfleet-train", description="Supervised fine-tuning, evaluated as it goes.")
     made.add_argument("--config", type=Path, required=True, metavar="run.toml", help="the run file")
     made.add_argument(
         "--set",
