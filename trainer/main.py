@@ -18,7 +18,7 @@ from trainer.config import RunConfig, load_run
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         config = load_run(args.config, args.set, args.fleet)
         return _plan(config, as_json=args.json) if args.plan else _train(config)
@@ -51,22 +51,21 @@ def _plan(config: RunConfig, *, as_json: bool) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="evalfleet-train", description="Supervised fine-tuning, evaluated as it goes."
-    )
-    parser.add_argument("--config", type=Path, required=True, metavar="run.toml")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="evalfleet-train", description="Supervised fine-tuning, evaluated as it goes.")
+    made.add_argument("--config", type=Path, required=True, metavar="run.toml", help="the run file")
+    made.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="section.key=value",
         help="override a setting (a TOML value, else a string; `none` unsets it); may be repeated",
     )
-    parser.add_argument("--plan", action="store_true", help="print the resolved settings and the plan, and end")
-    parser.add_argument("--json", action="store_true", help="with --plan: one JSON object, for programs")
-    parser.add_argument("--fleet", type=json.loads, metavar="JSON", help="what a launch knows of the fleet")
-    return parser
+    made.add_argument("--plan", action="store_true", help="print the resolved settings and the plan, and end")
+    made.add_argument("--json", action="store_true", help="with --plan: one JSON object, for programs")
+    made.add_argument("--fleet", type=json.loads, metavar="JSON", help="what a launch knows of the fleet")
+    return made
 
 
 if __name__ == "__main__":
