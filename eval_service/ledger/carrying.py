@@ -111,11 +111,11 @@ def _arrivals() -> Select[Any]:
 
 def _unused(since: float) -> Select[Any]:
     unused = (points.c.state == PointState.RESERVED) & points.c.snapshot_id.is_(None)
-    return select(points.c.id).where(unused, points.c.created_at < since)
+    return select(points.c.id).where(unused, points.c.created_at < since).order_by(points.c.seq)
 
 
 def _open_points(condition: Any) -> Select[Any]:
-    return select(points.c.id).where(condition, points.c.state.not_in(END_STATES))
+    return select(points.c.id).where(condition, points.c.state.not_in(END_STATES)).order_by(points.c.seq)
 
 
 def _open_of_deleted_runs() -> Select[Any]:
