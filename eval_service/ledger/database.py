@@ -53,6 +53,7 @@ class Database:
         self.url = url
         self.clock = clock
         known = parsed(url)
+        self.remote = known.get_backend_name() != "sqlite"  # it may be away, and come back
         if (file := file_of(known)) is not None:
             check_local(file, mounts=mounts)
         self.store = open_store(known)

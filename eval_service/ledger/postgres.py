@@ -51,6 +51,9 @@ _NUMBER = func.pg_current_xact_id().cast(meta.c.value.type)
 _MORE = text("(CAST(value AS bigint) + 1)::text")
 _LOCK = update(meta).where(meta.c.key == CHANGES).values(value=_MORE).returning(_NUMBER)
 _CHANGES = select(meta.c.value).where(meta.c.key == CHANGES)
+_UNBOUNDED = text(
+    "SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true)"
+)
 _SHAPE = text("SELECT pg_advisory_xact_lock(hashtext('evalfleet ledger ' || current_schema()))")
 _BECAME = text("SELECT pg_xact_status(CAST(CAST(:number AS text) AS xid8))")
 log = logging.getLogger(__name__)
@@ -90,6 +93,7 @@ class PostgresStore:
         """See `Store`."""
         with mapped(), self.engine.connect() as connection, _undone(connection):
             _check(connection)
+            connection.execute(_UNBOUNDED)
             connection.execute(_SHAPE)
             yield connection
             connection.commit()
@@ -111,6 +115,7 @@ class PostgresStore:
             connection.invalidate()
             if not exc.connection_invalidated or self._became(number) != "committed":
                 raise
+            connection.rollback()  # of nothing: whoever keeps it may go on with a new one beneath
             log.warning("the ledger's connection was lost with the answer to a commit, which was made")
         except BaseException:
             connection.invalidate()  # back in the pool it would go on with what was not committed

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.contract.states import PointState, Reason
-from eval_service.contract.wire import DispatchRequest
+from eval_service.contract.wire import DispatchRequest, FleetView
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import EventLog
@@ -227,6 +227,11 @@ def test_a_result_whose_commits_answer_was_lost_is_there_once_and_is_not_taken_f
     assert (found.state, found.score, len(found.history)) == (S.DONE, 0.5, 1)
     told = [event for event in EventLog(ledger.db).after(0) if '"done"' in event.data]
     assert len(told) == 1
+    between.lose = lost
+    with suppress(Unavailable):
+        moves.show_life(FleetView(groups=(), seen_at=None))
+    moves.show_life(FleetView(groups=(), seen_at=None))  # over the connection that is kept
+    moves.close()
     database.close()
 
 
