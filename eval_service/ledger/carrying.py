@@ -111,11 +111,11 @@ def _arrivals() -> Select[Any]:
 
 def _unused(since: float) -> Select[Any]:
     unused = (points.c.state == PointState.RESERVED) & points.c.snapshot_id.is_(None)
-    return select(points.c.id).where(unused, points.c.created_at < since).order_by(points.c.seq)
+    return select(points.c.id).where(unused, points.c.created_at < since)
 
 
 def _open_points(condition: Any) -> Select[Any]:
-    return select(points.c.id).where(condition, points.c.state.not_in(END_STATES)).order_by(points.c.seq)
+    return select(points.c.id).where(condition, points.c.state.not_in(END_STATES))
 
 
 def _open_of_deleted_runs() -> Select[Any]:
@@ -123,5 +123,5 @@ def _open_of_deleted_runs() -> Select[Any]:
 
 
 def _end_all(turn: Turn, query: Select[Any], state: PointState, reason: Reason, detail: str) -> int:
-    found = turn.connection.execute(query).scalars().all()
+    found = turn.connection.execute(query.order_by(points.c.seq)).scalars().all()
     return carry_out(turn.connection, found, lambda point: turn.end(point, state, reason, detail))
