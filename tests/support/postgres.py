@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from sqlalchemy import URL, Engine
 
 from eval_service.ledger import postgres as engines
 from eval_service.ledger.database import EPOCH, Database
@@ -58,6 +59,7 @@ class Server:
         self._data = base / "data"
         self._process: subprocess.Popen[bytes] | None = None
         self._kept: dict[str, psycopg.Connection[Any]] = {}
+        self.engines: dict[URL, Engine] = {}
         self.made: set[str] = set()  # databases with an empty ledger in them
         self._run("initdb", "-D", str(self._data), "-U", "evalfleet", "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
 
@@ -146,19 +148,24 @@ def server() -> Iterator[Server]:
         yield made
     finally:
         if made is not None:
+            for engine in made.engines.values():
+                engine.dispose()
             made.end(signal.SIGQUIT)
         shutil.rmtree(base, ignore_errors=True)
 
 
 @contextmanager
 def emptied(running: Server, database: str) -> Iterator[str]:
-    """The URL of a ledger with nothing in it; every connection that is opened meanwhile is closed after."""
-    opened: list[Any] = []
-    tune = engines._tune
+    """The URL of a ledger with nothing in it.
 
-    def noted(connection: Any, _record: Any) -> None:
-        opened.append(connection)
-        tune(connection, _record)
+    All who open one share an engine: to compile statements anew and to connect is most of what a test would take.
+    """
+    opens = engines.open_engine
+
+    def shared(url: URL, size: int) -> Engine:
+        if url not in running.engines:
+            running.engines[url] = opens(url, size)
+        return running.engines[url]
 
     if database not in running.made:
         running.sql(f"CREATE DATABASE {database}")
@@ -166,22 +173,11 @@ def emptied(running: Server, database: str) -> Iterator[str]:
         running.made.add(database)
     else:
         running.sql(_EMPTY, database)
-    engines._tune = noted
+    engines.open_engine = shared
     try:
         yield running.url(database)
     finally:
-        engines._tune = tune
-        for connection in opened:
-            _close(connection)
-
-
-def _close(connection: Any) -> None:
-    """A thread may outlive its test, and use it still: the driver must not be called by two at once."""
-    if connection.lock.acquire(timeout=_START_S):
-        try:
-            connection.close()
-        finally:
-            connection.lock.release()
+        engines.open_engine = opens
 
 
 def _other_user() -> pwd.struct_passwd:
