@@ -29,7 +29,7 @@ from eval_service.ledger.schema import alembic_version, meta, metadata
 _PLACES = (Path("/usr/lib/postgresql"), Path("/usr/local/lib/postgresql"), Path("/opt/homebrew/opt"))
 _START_S = 30.0
 _PR_SET_PDEATHSIG = 1
-_FAST = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "60"}
+_FAST = {"fsync": "off", "full_page_writes": "off", "max_connections": "60"}
 _EMPTY = "; ".join(
     [
         *(f"DELETE FROM {table}" for table in reversed(metadata.sorted_tables) if table not in (meta, alembic_version)),
@@ -102,19 +102,17 @@ class Server:
 
     def sql(self, statement: str, database: str = "postgres") -> list[Any]:
         """Run a statement of the test's own; its rows."""
-        kept = self._kept.pop(database, None)
-        if kept is None or kept.closed:
-            kept = psycopg.connect(
+        if database not in self._kept:
+            self._kept[database] = psycopg.connect(
                 host=str(self.base), user="evalfleet", dbname=database, autocommit=True, connect_timeout=5
             )
-        done = kept.execute(statement)
-        self._kept[database] = kept
+        done = self._kept[database].execute(statement)
         return done.fetchall() if done.description else []
 
-    def cut(self, database: str, *, which: str = "true") -> int:
+    def cut(self, database: str) -> int:
         """Cut the connections to a database; how many."""
-        query = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}' AND {which}"
-        return len(self.sql(f"{query} AND pid <> pg_backend_pid()"))
+        query = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}'"
+        return len(self.sql(f"{query} AND pid <> pg_backend_pid()", database))
 
     def run(self, program: str, *arguments: str) -> str:
         """Run one of the server's own programs on it; what it wrote."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from contextlib import suppress
@@ -9,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 _NAME = ".s.PGSQL.5432"
+_COMMIT = re.compile(rb"COMMIT(?!TED)")  # a BEGIN may name its isolation
 
 
 class Lost(Enum):
@@ -48,7 +50,7 @@ class Relay:
         """What the client asks; a commit whose answer is lost is sent when nobody listens any more."""
         with client, server, suppress(OSError):
             while data := client.recv(65536):
-                lost = self.lose if b"COMMIT" in data else None
+                lost = self.lose if _COMMIT.search(data) else None
                 if lost is not None:
                     self.lose = None
                 if lost is Lost.ANSWER:

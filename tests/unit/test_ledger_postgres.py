@@ -251,7 +251,7 @@ def test_while_the_server_is_away_a_gateway_answers_503_and_when_it_is_back_the_
 ) -> None:
     api = Api(tmp_path, url=postgres_url)
     body = {"run": "r1", "step": 1, "reservation": "8e4b5b0e-7d9f-4d2b-8a55-0f3f6b7c9d10", "wait_s": 0}
-    first = api.post("/dispatch", body)
+    first = api.post("/dispatch", body, status=202)
     postgres_server.end()
     try:
         for method, path, json in (("POST", "/dispatch", body | {"step": 2}), ("GET", "/points", None)):
