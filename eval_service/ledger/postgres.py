@@ -24,7 +24,7 @@ from eval_service.ledger.schema import meta
 CHANGES = "changes"  # the row's key
 BUSY_TIMEOUT_S = 10.0  # how long a writer waits for others
 HUNG_S = 5.0  # a session that leaves its transaction idle for so long is ended
-ASKED_S = 5.0  # for so long a lost connection is followed by the question what became of its commit
+ASKED_S = HUNG_S + 2.0  # for so long it is asked what became of a commit; by then a session that waits for it has ended
 _STATEMENT_S = 60.0
 _AGAIN_S = 0.1
 _OLDEST = (13,)
@@ -81,8 +81,7 @@ class PostgresStore:
     def writing(self, kept: Connection | None, *, durable: bool) -> Iterator[Connection]:
         """See `Store`; every commit is durable, as the server is set."""
         del durable
-        connected = nullcontext(kept) if kept is not None else self.engine.connect()
-        with mapped(), connected as connection:
+        with mapped(), nullcontext(kept) if kept is not None else self.engine.connect() as connection:
             with _undone(connection):
                 number = connection.execute(_LOCK).scalar_one()
                 yield connection

@@ -36,8 +36,7 @@ class SqliteStore:
     @contextmanager
     def writing(self, kept: Connection | None, *, durable: bool) -> Iterator[Connection]:
         """See `Store`; the one write lock is taken at once."""
-        connected = nullcontext(kept) if kept is not None else self.engine.connect()
-        with mapped(), self._in_turn(), connected as connection:
+        with mapped(), self._in_turn(), nullcontext(kept) if kept is not None else self.engine.connect() as connection:
             with _synced(connection) if durable else nullcontext():
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 with _commit(connection):

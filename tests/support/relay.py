@@ -53,13 +53,11 @@ class Relay:
                 lost = self.lose if _COMMIT.search(data) else None
                 if lost is not None:
                     self.lose = None
-                if lost is Lost.ANSWER:
                     client.shutdown(socket.SHUT_RDWR)
                 if lost is not Lost.QUESTION:
                     server.sendall(data)
                 if lost is not None:
-                    client.shutdown(socket.SHUT_RDWR)
-                    return
+                    break
             server.shutdown(socket.SHUT_WR)
 
     @staticmethod
