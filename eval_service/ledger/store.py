@@ -80,6 +80,11 @@ def open_store(url: URL) -> Store:
     return SqliteStore(url) if url.get_backend_name() == "sqlite" else PostgresStore(url)
 
 
+def without_password(url: URL) -> URL:
+    """The same for who finds the password elsewhere (`URL.set` takes None for no change)."""
+    return URL.create(url.drivername, url.username, None, url.host, url.port, url.database, url.query)
+
+
 def file_of(url: URL) -> Path | None:
     """The file of a SQLite ledger; None where there is none."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None

@@ -17,7 +17,7 @@ from sqlalchemy import URL, Connection, func, select
 from eval_service.contract.errors import ConfigError, Conflict, Unavailable
 from eval_service.ledger.database import CONTROLLER_AT, EPOCH, version_of
 from eval_service.ledger.schema import SCHEMA_VERSION, meta, points, runs
-from eval_service.ledger.store import file_of, open_store, parsed
+from eval_service.ledger.store import file_of, open_store, parsed, without_password
 
 _DUMP_S = 3600.0
 
@@ -122,7 +122,7 @@ def _copy(file: Path, target: Path) -> None:
 def _dump(url: URL, target: Path) -> None:
     """The password goes by the environment, which other users can't see."""
     program = shutil.which("pg_dump")
-    plain = url.set(drivername="postgresql", password=None).render_as_string()
+    plain = without_password(url.set(drivername="postgresql")).render_as_string()
     if program is None:
         hint = f"install PostgreSQL's client programs, or elsewhere: pg_dump -Fc --no-owner -f FILE '{plain}'"
         raise ConfigError("pg_dump, which copies a PostgreSQL ledger, is not on PATH", hint=hint)

@@ -14,7 +14,7 @@ from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
-from eval_service.ledger.store import parsed
+from eval_service.ledger.store import parsed, without_password
 from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
 from eval_service.trackers.bureau import check_targets
@@ -42,7 +42,7 @@ class Settings:
         known = parsed(self.ledger)
         if known.password is None:
             return self.ledger
-        hidden = known.set(password=None).update_query_dict({"passfile": str(self._password_file)})
+        hidden = without_password(known).update_query_dict({"passfile": str(self._password_file)})
         return hidden.render_as_string()
 
     @property

@@ -337,6 +337,8 @@ def test_a_backup_is_whole_and_its_password_is_on_no_command_line(
     size_bytes = backup(postgres_server.url("ledger", password=SECRET), tmp_path / "ledger.dump")
     assert size_bytes == (tmp_path / "ledger.dump").stat().st_size
     assert SECRET not in str(seen)
+    assert "@" in seen[0][-1]
+    assert "***" not in seen[0][-1], "a password that is shown so is one that is sent so"
     postgres_server.sql("CREATE DATABASE restored")
     monkeypatch.undo()
     copy = postgres_server.base / "ledger.dump"

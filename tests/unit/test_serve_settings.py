@@ -56,6 +56,7 @@ def test_where_ray_shows_the_ledgers_url_its_password_is_in_a_file_that_only_its
     assert file.stat().st_mode & 0o777 == 0o600
     assert "word" not in settings.told_ledger + repr(settings)
     assert parsed(settings.told_ledger).query["passfile"] == str(file)
+    assert parsed(settings.told_ledger).password is None
     plain = _settings("auto", state_dir=str(tmp_path))
     plain.keep_password()
     assert plain.told_ledger == plain.ledger == f"sqlite:///{tmp_path}/ledger.db"
