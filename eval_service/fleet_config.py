@@ -39,7 +39,7 @@ class ServiceConfig(Section):
         default=None, description="interface, network or address that engines listen on; None: see docs/deploy.md"
     )
     state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger, logs and Ray's files; local disk")
-    ledger: str | None = Field(default=None, description="SQLAlchemy URL; None: SQLite in state_dir")
+    ledger: str | None = Field(default=None, repr=False, description="its URL; None: SQLite in state_dir")
     roots: tuple[Path, ...] = Field(min_length=1, description="snapshots and base models must lie in one of these")
     scan_interval_s: float = Field(default=30.0, gt=0, description="of the runs' roots, for what nobody POSTed")
     visibility_timeout_s: float = Field(default=60.0, ge=0, description="how long a shared file system may hide files")

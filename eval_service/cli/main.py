@@ -21,6 +21,7 @@ from eval_service.cli import (
     endpointing,
     exporting,
     launching,
+    ledgering,
     reading,
     serving,
     showing,
@@ -68,6 +69,7 @@ app.command("watch")(watching.watch)
 app.command("doctor")(doctoring.doctor)
 app.command("demo")(demonstrating.demo)
 app.command("chaos")(chaosing.chaos)
+app.add_typer(ledgering.app, name="ledger")
 
 
 def exit_code(error: EvalfleetError) -> int:

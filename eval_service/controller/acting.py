@@ -29,7 +29,7 @@ from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.intents import Intents
-from eval_service.ledger.lock import FileLock
+from eval_service.ledger.lock import Lock
 from eval_service.ledger.moves import Moves, Runnable
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
@@ -54,7 +54,7 @@ class Parts:
     config: FleetConfig
     suites: Mapping[str, AnySuite]
     database: Database
-    lock: FileLock
+    lock: Lock
     node: str | None = None  # where it runs, if engines may be on other nodes
 
 

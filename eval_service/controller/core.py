@@ -106,7 +106,7 @@ class Controller:
                 self._beat = self._clock()
                 await self._rest()
         finally:
-            self._parts.lock.release()
+            await asyncio.to_thread(self._parts.lock.release)
 
     def stop(self) -> None:
         """End soon; points under way are left to the next controller."""
@@ -130,7 +130,7 @@ class Controller:
 
     async def _begin(self) -> None:
         """Take the lock and the epoch, if they can be had now, and act."""
-        if not self._parts.lock.try_take():
+        if not await self._taken():
             return
         ledger = LedgerThread()
         try:
@@ -140,6 +140,19 @@ class Controller:
             await self._act(moves, ledger)
         finally:
             ledger.close()
+
+    async def _taken(self) -> bool:
+        """Whether the lock is held now; who is cancelled meanwhile still knows it before it is given up."""
+        taking = asyncio.ensure_future(asyncio.to_thread(self._parts.lock.try_take))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.wait([taking])
+            raise
+
+    async def _still_held(self) -> None:
+        if not self._parts.lock.held:
+            raise Fenced("the lock was lost")
 
     async def _act(self, moves: Moves, ledger: LedgerThread) -> None:
         self.troubles.pop("begin", None)
@@ -166,6 +179,7 @@ class Controller:
 
     async def _tick(self, acting: Acting, *, woken: bool) -> None:
         everything = woken or bool(self.troubles)
+        await self._tried("lock", self._still_held)
         await self._tried("changes", acting.look_for_changes)
         for name, step in acting.steps(everything=everything):
             if self._goes_on():

@@ -49,6 +49,7 @@ class Services:
         groups: Mapping[str, GroupConfig],
         proxy_address: tuple[str, int] | None = None,
     ) -> None:
+        self._remote = database.remote
         self.intents = Intents(database, bounds)
         self.orders = Orders(database)
         self.views = Views(database, version=version)
@@ -79,12 +80,15 @@ class Services:
         await asyncio.to_thread(self.views.check_run, run)
 
     def check(self) -> None:
-        """See that the ledger can be read; what a health check asks, so it waits for no lock.
+        """See that the ledger's file can be read; what a health check asks, so it waits for no lock.
+
+        A server that is away is nothing that another gateway would mend: this one goes on saying so (503).
 
         Raises:
             Unavailable: it can't.
         """
-        self.views.controller_alive()
+        if not self._remote:
+            self.views.controller_alive()
 
     def close(self) -> None:
         """Let what was begun be written."""

@@ -123,5 +123,5 @@ def _open_of_deleted_runs() -> Select[Any]:
 
 
 def _end_all(turn: Turn, query: Select[Any], state: PointState, reason: Reason, detail: str) -> int:
-    found = turn.connection.execute(query).scalars().all()
+    found = turn.connection.execute(query.order_by(points.c.seq)).scalars().all()
     return carry_out(turn.connection, found, lambda point: turn.end(point, state, reason, detail))

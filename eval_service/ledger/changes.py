@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +9,21 @@ from contextlib import contextmanager
 from sqlalchemy import Connection
 
 from eval_service.contract.errors import Unavailable
-from eval_service.ledger.database import Database, mapped
+from eval_service.ledger.database import Database
+from eval_service.ledger.failures import mapped
 
 
 class Changes:
     """Answers with a number that differs from the last one if the ledger was written to, by anybody.
 
-    What is written over its own connection does not count. Where the database has no such number it differs every
-    time, and whoever asks looks for himself.
+    What is written over its own connection does not count.
     """
 
     def __init__(self, database: Database) -> None:
         self._db = database
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._turns = itertools.count()
+        self._own = 0  # writes that the number counts, and that are no change
 
     def __call__(self) -> int:
         """The number; from any thread.
@@ -32,11 +31,9 @@ class Changes:
         Raises:
             Unavailable: the ledger can't be read.
         """
-        if self._db.engine.dialect.name != "sqlite":
-            return next(self._turns)
         with self._lock, mapped():
             try:
-                return int(self._kept().exec_driver_sql("PRAGMA data_version").scalar_one())
+                return self._db.store.number(self._kept()) - self._own
             except Exception:
                 self._drop()
                 raise
@@ -50,6 +47,7 @@ class Changes:
                     connection = self._kept()
                 with self._db.writing(connection):
                     yield connection
+                self._own += self._db.store.counts_own
             except Unavailable:
                 self._drop()
                 raise

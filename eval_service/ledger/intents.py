@@ -37,7 +37,7 @@ from eval_service.ledger.turn import OPEN_STATES, settle
 
 # What every dispatch asks is built once: SQLAlchemy takes longer to build a statement than SQLite to answer it.
 OPEN = points.c.state.in_([literal_column(f"'{state}'") for state in OPEN_STATES])
-_RUN = select(runs).where(runs.c.run == bindparam("of")).with_for_update()
+_RUN = select(runs).where(runs.c.run == bindparam("of"))
 _HELD = (
     select(points, snapshots.c.path, snapshots.c.claimed_digest)
     .outerjoin(snapshots, snapshots.c.id == points.c.snapshot_id)

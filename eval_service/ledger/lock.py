@@ -1,14 +1,58 @@
-"""The controller's lock: the kernel drops it when the process dies; there is no time-to-live."""
+"""The controller's lock.
+
+Beside a SQLite file it is the kernel's, which drops it when the process dies. In PostgreSQL it is a lease, by the
+server's clock: a session's lock would be kept by a process that hangs, or whose host is gone. Neither is what keeps a
+controller that was replaced from writing; that is the epoch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
+import threading
+import time
+import uuid
 from pathlib import Path
+from typing import Protocol
 
-from sqlalchemy.engine import make_url
+from sqlalchemy import URL, Engine, text
+from sqlalchemy.exc import SQLAlchemyError
 
 from eval_service.contract.errors import ConfigError
+from eval_service.ledger.failures import mapped
+from eval_service.ledger.postgres import open_engine
+from eval_service.ledger.store import file_of, parsed
+
+LEASE_S = 5.0  # a holder that has not shown itself for so long has lost it
+RENEW_S = 1.0
+_KEY = "lock"
+_NOW = "extract(epoch FROM clock_timestamp())"
+_TAKE = text(
+    f"INSERT INTO meta (key, value, at) VALUES ('{_KEY}', :me, {_NOW}) ON CONFLICT (key) "
+    f"DO UPDATE SET value = :me, at = {_NOW} WHERE meta.value = :me OR meta.at < {_NOW} - :lease_s RETURNING value"
+)
+_RELEASE = text(f"UPDATE meta SET at = 0 WHERE key = '{_KEY}' AND value = :me")
+log = logging.getLogger(__name__)
+
+
+class Lock(Protocol):
+    """One controller's way to be the only one that acts."""
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds it, as far as it knows."""
+
+    def try_take(self) -> bool:
+        """Take it if nobody has it; returns whether it is held now.
+
+        Raises:
+            Unavailable: that can't be asked now.
+        """
+
+    def release(self) -> None:
+        """Give it up."""
 
 
 class FileLock:
@@ -46,17 +90,82 @@ class FileLock:
             self._handle = None
 
 
-def lock_of(url: str) -> FileLock:
+class LeaseLock:
+    """A row of `meta` that its holder renews from a thread; the tables must be there.
+
+    Args:
+        url: of a PostgreSQL ledger.
+        lease_s: without a renewal; by the server's clock.
+    """
+
+    def __init__(self, url: URL, *, lease_s: float = LEASE_S) -> None:
+        self._url = url
+        self._lease_s = lease_s
+        self._me = uuid.uuid4().hex
+        self._engine: Engine | None = None
+        self._released = threading.Event()
+        self._renewing: threading.Thread | None = None
+        self._held = False
+
+    @property
+    def held(self) -> bool:
+        """Whether nobody else has taken it, as far as is known."""
+        return self._held
+
+    def try_take(self) -> bool:
+        """See `Lock`."""
+        if self._held:
+            return True
+        with mapped():
+            self._held = self._ask()
+        if self._held:
+            self._released.clear()
+            self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+            self._renewing.start()
+        return self._held
+
+    def release(self) -> None:
+        """See `Lock`; where the server is away it ends with its time."""
+        self._released.set()
+        if self._renewing is not None:
+            self._renewing.join(RENEW_S)
+            self._renewing = None
+        if self._held and self._engine is not None:
+            self._held = False
+            with contextlib.suppress(SQLAlchemyError), self._engine.begin() as connection:
+                connection.execute(_RELEASE, {"me": self._me})
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+    def _ask(self) -> bool:
+        if self._engine is None:
+            self._engine = open_engine(self._url, 1)
+        with self._engine.begin() as connection:
+            return connection.execute(_TAKE, {"me": self._me, "lease_s": self._lease_s}).first() is not None
+
+    def _renew(self) -> None:
+        began = time.monotonic()
+        while not self._released.wait(RENEW_S):
+            try:
+                if not self._ask():
+                    log.warning("another controller took the lock, which was not renewed in time")
+                    self._held = False
+                    return
+                began = time.monotonic()
+            except SQLAlchemyError as exc:
+                log.warning("the lock could not be renewed for %.1f s: %s", time.monotonic() - began, exc)
+
+
+def lock_of(url: str) -> Lock:
     """The lock that belongs to a ledger.
 
     Raises:
-        ConfigError: for a ledger that has no lock here yet.
+        ConfigError: for a ledger that has none.
     """
-    parsed = make_url(url)
-    if parsed.get_backend_name() == "sqlite" and parsed.database:
-        return FileLock(Path(parsed.database + ".lock"))
-    raise ConfigError(
-        f"a {parsed.get_backend_name()} ledger can't be locked by this version",
-        field="service.ledger",
-        hint="leave it out for SQLite on the local disk",
-    )
+    known = parsed(url)
+    if (file := file_of(known)) is not None:
+        return FileLock(file.with_name(file.name + ".lock"))
+    if known.get_backend_name() == "postgresql":
+        return LeaseLock(known)
+    raise ConfigError("a ledger in memory can't be locked", field="service.ledger", hint="name a file")

@@ -21,7 +21,7 @@ _SLACK_S = 60.0
 def count_collected(connection: Connection, snapshot: str, now: float) -> None:
     """A snapshot was deleted from storage: add it to what was collected since the ledger was made."""
     text = connection.execute(select(snapshots.c.manifest).where(snapshots.c.id == snapshot)).scalar()
-    kept = connection.execute(select(meta.c.value).where(meta.c.key == COLLECTED).with_for_update()).scalar()
+    kept = connection.execute(select(meta.c.value).where(meta.c.key == COLLECTED)).scalar()
     counts = json.loads(kept) if kept else {"snapshots": 0, "bytes": 0}
     counts = {"snapshots": counts["snapshots"] + 1, "bytes": counts["bytes"] + _size_bytes(text)}
     put(connection, COLLECTED, json.dumps(counts), now)

@@ -253,15 +253,19 @@ class Moves:
     def advance(self, point: str, new: PointState) -> bool:
         """`pinning -> running -> scoring`; False where somebody ended the point meanwhile."""
         with self._turn() as turn:
-            if turn.point(point)["state"] not in LIVE_STATES:
+            state = turn.point(point)["state"]
+            if state not in LIVE_STATES:
                 return False
-            turn.move(point, new)
+            if state != new:  # it is so already where the answer to the commit was lost
+                turn.move(point, new)
             return True
 
     def finish(self, point: str, result: Result) -> bool:
         """`scoring -> done` with its result; False where somebody ended the point meanwhile."""
         with self._turn() as turn:
             row = turn.point(point)
+            if row["state"] == PointState.DONE and row["samples_path"] == result.samples_path:
+                return True  # the answer to the commit was lost
             if row["state"] != PointState.SCORING:
                 return False
             turn.end_attempt(point, "done", None, result.engines)

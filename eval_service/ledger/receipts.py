@@ -20,7 +20,7 @@ from eval_service.ledger.events import drain_moved
 from eval_service.ledger.schema import drains, points, runs
 
 _NAMED = ("id", "seq", "step", "suite", "state", "reason", "detail", "superseded", "snapshot_id")
-_COUNTED = select(*(points.c[name] for name in _NAMED))
+_COUNTED = select(*(points.c[name] for name in _NAMED)).order_by(points.c.seq)
 _ENDS = tuple(state.value for state in ENDS)
 _OPEN = tuple(state.value for state in PointState if state not in ENDS)
 
@@ -41,7 +41,11 @@ def receipt(connection: Connection, drain: RowMapping, now: float) -> Receipt:
 
 def to_end(connection: Connection, now: float) -> list[RowMapping]:
     """The drains that are over and have no receipt yet."""
-    waiting = connection.execute(select(drains).where(drains.c.ended_at.is_(None))).mappings().all()
+    waiting = (
+        connection.execute(select(drains).where(drains.c.ended_at.is_(None)).order_by(drains.c.started_at))
+        .mappings()
+        .all()
+    )
     return over(connection, waiting, now)
 
 

@@ -70,7 +70,8 @@ class Retention:
     def places(self) -> list[RunPlace]:
         """Every run's place."""
         with self._db.reading() as connection:
-            rows = connection.execute(select(runs.c.run, runs.c.spec, runs.c.deleted_at)).mappings().all()
+            query = select(runs.c.run, runs.c.spec, runs.c.deleted_at).order_by(runs.c.created_at, runs.c.run)
+            rows = connection.execute(query).mappings().all()
         return list(sound(rows, _place))
 
     def on_storage(self, pinned: Collection[str] = ()) -> list[SnapshotRow]:

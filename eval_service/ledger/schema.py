@@ -1,10 +1,13 @@
-"""The ledger's tables (SQLAlchemy Core; SQLite and PostgreSQL alike). Times are Unix seconds; JSON is kept as text."""
+"""The ledger's tables (SQLAlchemy Core; SQLite and PostgreSQL alike). Times are Unix seconds; JSON is kept as text.
+
+PostgreSQL is made to do as SQLite does: texts have no length that it enforces and are ordered by their bytes, and whole
+numbers have 64 bits. A change here is a new `SCHEMA_VERSION` and a step in `migrations/versions`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -18,27 +21,39 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 metadata = MetaData()
+
+_BYTEWISE = Text(collation="C")
+_text = Text().with_variant(_BYTEWISE, "postgresql")
+_whole = Integer().with_variant(BigInteger(), "postgresql")
+
+
+def _name(length: int) -> String:
+    return String(length).with_variant(_BYTEWISE, "postgresql")
+
+
+# What alembic knows the schema by; `meta` says it too, to versions that know no alembic.
+alembic_version = Table("alembic_version", metadata, Column("version_num", String(32), primary_key=True))
 
 # What there is one of: the schema's version, the epoch, the controller's sign of life, the fleet as last seen.
 meta = Table(
     "meta",
     metadata,
-    Column("key", String(64), primary_key=True),
-    Column("value", Text, nullable=False),
+    Column("key", _name(64), primary_key=True),
+    Column("value", _text, nullable=False),
     Column("at", Float, nullable=False),
 )
 
 runs = Table(
     "runs",
     metadata,
-    Column("run", String(128), primary_key=True),
-    Column("spec", Text, nullable=False),
-    Column("state", String(16), nullable=False),
+    Column("run", _name(128), primary_key=True),
+    Column("spec", _text, nullable=False),
+    Column("state", _name(16), nullable=False),
     Column("paused", Boolean, nullable=False, default=False),
     Column("resumed_at", Float),
-    Column("step", Integer),
+    Column("step", _whole),
     Column("progress_at", Float),
     Column("created_at", Float, nullable=False),
     Column("deleted_at", Float),  # when that was asked for; the row goes with the last of its snapshots
@@ -47,17 +62,17 @@ runs = Table(
 snapshots = Table(
     "snapshots",
     metadata,
-    Column("id", String(32), primary_key=True),
+    Column("id", _name(32), primary_key=True),
     Column("run", ForeignKey("runs.run"), nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("path", Text, nullable=False),
-    Column("source", String(16), nullable=False),
-    Column("claimed_digest", String(32)),  # what the dispatch said; `digest` is what the checks found
-    Column("digest", String(32)),
-    Column("tensor_digest", String(32)),
-    Column("nonce", String(32)),
-    Column("manifest", Text),
-    Column("vocab_size", Integer),
+    Column("step", _whole, nullable=False),
+    Column("path", _text, nullable=False),
+    Column("source", _name(16), nullable=False),
+    Column("claimed_digest", _name(32)),  # what the dispatch said; `digest` is what the checks found
+    Column("digest", _name(32)),
+    Column("tensor_digest", _name(32)),
+    Column("nonce", _name(32)),
+    Column("manifest", _text),
+    Column("vocab_size", _whole),
     Column("admitted_at", Float),
     Column("created_at", Float, nullable=False),
     Column("settled_at", Float),
@@ -73,42 +88,42 @@ links = Table(
     "links",
     metadata,
     Column("snapshot", ForeignKey("snapshots.id"), primary_key=True),
-    Column("path", Text, nullable=False),  # the directory that they are in
-    Column("why_not", Text),  # why the snapshot can't be held, and is evaluated where it lies
+    Column("path", _text, nullable=False),  # the directory that they are in
+    Column("why_not", _text),  # why the snapshot can't be held, and is evaluated where it lies
 )
 
 points = Table(
     "points",
     metadata,
-    Column("id", String(32), primary_key=True),
-    Column("seq", Integer, nullable=False, unique=True),  # the order in which they were asked for
+    Column("id", _name(32), primary_key=True),
+    Column("seq", _whole, nullable=False, unique=True),  # the order in which they were asked for
     Column("run", ForeignKey("runs.run"), nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("suite", String(64), nullable=False),
-    Column("reservation", String(36), nullable=False),
-    Column("kind", String(16), nullable=False),
+    Column("step", _whole, nullable=False),
+    Column("suite", _name(64), nullable=False),
+    Column("reservation", _name(36), nullable=False),
+    Column("kind", _name(16), nullable=False),
     Column("force", Boolean, nullable=False),
-    Column("priority", Integer),  # None: the run's, whatever it is by then
-    Column("source", String(16), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("reason", String(32)),
-    Column("detail", Text),
+    Column("priority", _whole),  # None: the run's, whatever it is by then
+    Column("source", _name(16), nullable=False),
+    Column("state", _name(16), nullable=False),
+    Column("reason", _name(32)),
+    Column("detail", _text),
     Column("superseded", Boolean, nullable=False, default=False),
     Column("snapshot_id", ForeignKey("snapshots.id")),
-    Column("attempts", Integer, nullable=False, default=0),
-    Column("faults", Integer, nullable=False, default=0),  # attempts that an engine or the storage spoiled
-    Column("weight_version", String(64)),
-    Column("pin_proof", String(16)),
+    Column("attempts", _whole, nullable=False, default=0),
+    Column("faults", _whole, nullable=False, default=0),  # attempts that an engine or the storage spoiled
+    Column("weight_version", _name(64)),
+    Column("pin_proof", _name(16)),
     Column("score", Float),
     Column("stderr", Float),
-    Column("metrics", Text, nullable=False, default="{}"),
-    Column("headline", String(256)),  # the name of the metric that `score` is
-    Column("direction", String(8)),  # None: more of it is better
-    Column("suite_digest", String(32)),
-    Column("alarms", Text),  # None: of a version that looked for none
-    Column("samples_path", Text),
-    Column("lag_steps", Integer),
-    Column("timings", Text, nullable=False, default="{}"),
+    Column("metrics", _text, nullable=False, default="{}"),
+    Column("headline", _name(256)),  # the name of the metric that `score` is
+    Column("direction", _name(8)),  # None: more of it is better
+    Column("suite_digest", _name(32)),
+    Column("alarms", _text),  # None: of a version that looked for none
+    Column("samples_path", _text),
+    Column("lag_steps", _whole),
+    Column("timings", _text, nullable=False, default="{}"),
     Column("created_at", Float, nullable=False),
     Column("queued_at", Float),
     Column("started_at", Float),
@@ -124,13 +139,13 @@ attempts = Table(
     "attempts",
     metadata,
     Column("point", ForeignKey("points.id"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("epoch", Integer, nullable=False),
+    Column("number", _whole, primary_key=True),
+    Column("epoch", _whole, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("ended_at", Float),
-    Column("outcome", String(32)),
-    Column("detail", Text),
-    Column("engines", Text, nullable=False, default="[]"),
+    Column("outcome", _name(32)),
+    Column("detail", _text),
+    Column("engines", _text, nullable=False, default="[]"),
 )
 
 # Ended points whose snapshot is served to people.
@@ -141,19 +156,19 @@ servings = Table(
     Column("asked_at", Float, nullable=False),
     Column("until", Float, nullable=False),
     Column("closed_at", Float),
-    Column("engines", Integer, nullable=False),  # that serve it now
-    Column("weight_version", String(64)),
-    Column("detail", Text),
+    Column("engines", _whole, nullable=False),  # that serve it now
+    Column("weight_version", _name(64)),
+    Column("detail", _text),
 )
 
 # What a gateway asks of the controller.
 commands = Table(
     "commands",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("kind", String(32), nullable=False),
-    Column("target", String(128), nullable=False),
-    Column("detail", Text),
+    Column("seq", _whole, primary_key=True, autoincrement=True),
+    Column("kind", _name(32), nullable=False),
+    Column("target", _name(128), nullable=False),
+    Column("detail", _text),
     Column("created_at", Float, nullable=False),
     Column("done_at", Float),
     Index("commands_open", "done_at"),
@@ -162,25 +177,25 @@ commands = Table(
 drains = Table(
     "drains",
     metadata,
-    Column("id", String(36), primary_key=True),
-    Column("run", String(128), nullable=False),  # a receipt outlasts its run
-    Column("planned", Text, nullable=False),
-    Column("on_timeout", String(16), nullable=False),
+    Column("id", _name(36), primary_key=True),
+    Column("run", _name(128), nullable=False),  # a receipt outlasts its run
+    Column("planned", _text, nullable=False),
+    Column("on_timeout", _name(16), nullable=False),
     Column("started_at", Float, nullable=False),
     Column("deadline", Float, nullable=False),
     Column("aborted_at", Float),
     Column("ended_at", Float),
-    Column("receipt", Text),
+    Column("receipt", _text),
 )
 
 # What became of things, in the order in which it was committed; the newest are kept, for whoever follows them.
 events = Table(
     "events",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("kind", String(16), nullable=False),
-    Column("run", String(128)),  # None: of the whole service
-    Column("data", Text, nullable=False),
+    Column("seq", _whole, primary_key=True, autoincrement=True),
+    Column("kind", _name(16), nullable=False),
+    Column("run", _name(128)),  # None: of the whole service
+    Column("data", _text, nullable=False),
     Column("at", Float, nullable=False),
     sqlite_autoincrement=True,  # a number that was told is never told again, whatever was deleted
 )
@@ -189,28 +204,23 @@ events = Table(
 deliveries = Table(
     "deliveries",
     metadata,
-    Column("name", String(128), primary_key=True),
-    Column("seq", Integer, nullable=False),
+    Column("name", _name(128), primary_key=True),
+    Column("seq", _whole, nullable=False),
     Column("at", Float, nullable=False),
-    Column("delivered", Integer, nullable=False),
-    Column("refused", Integer, nullable=False),
-    Column("failures", Integer, nullable=False),
-    Column("error", Text),  # of the last try; None: it went well
+    Column("delivered", _whole, nullable=False),
+    Column("refused", _whole, nullable=False),
+    Column("failures", _whole, nullable=False),
+    Column("error", _text),  # of the last try; None: it went well
 )
 late_deliveries = Table(
     "late_deliveries",
     metadata,
-    Column("name", String(128), primary_key=True),
-    Column("seq", Integer, primary_key=True, autoincrement=False),  # of the event; below 0 that of a point
-    Column("run", String(128), nullable=False),
-    Column("kind", String(16), nullable=False),
-    Column("data", Text, nullable=False),
+    Column("name", _name(128), primary_key=True),
+    Column("seq", _whole, primary_key=True, autoincrement=False),  # of the event; below 0 that of a point
+    Column("run", _name(128), nullable=False),
+    Column("kind", _name(16), nullable=False),
+    Column("data", _text, nullable=False),
     Column("at", Float, nullable=False),
-    Column("tries", Integer, nullable=False),
+    Column("tries", _whole, nullable=False),
     Column("next_at", Float, nullable=False),
 )
-
-# What each version added to tables that were there already: columns that may be null, so older rows stay as they are.
-ADDED: dict[int, tuple[Column[Any], ...]] = {
-    3: (points.c.headline, points.c.direction, points.c.suite_digest, points.c.alarms),
-}

@@ -303,7 +303,7 @@ def _scaled(settings: Settings, name: str) -> AutoscalingConfig:
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
         policy=AutoscalingPolicy(
-            policy_function=DesiredCount, policy_kwargs={"ledger": settings.ledger, "group": name}
+            policy_function=DesiredCount, policy_kwargs={"ledger": settings.told_ledger, "group": name}
         ),
     )
 

@@ -14,6 +14,7 @@ from eval_service.engine.grades import resolve_grade
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.lock import lock_of
+from eval_service.ledger.store import parsed, without_password
 from eval_service.objects.store import ObjectStore
 from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.suite import AnySuite, Suite, check_served, load_suites
@@ -35,7 +36,31 @@ class Settings:
     @property
     def ledger(self) -> str:
         """The ledger's URL."""
-        return self.fleet.service.ledger or f"sqlite:///{self.fleet.service.state_dir / 'ledger.db'}"
+        return ledger_of(self.fleet)
+
+    @property
+    def told_ledger(self) -> str:
+        """The same for where Ray shows it: its password is in a file, which `check` writes."""
+        known = parsed(self.ledger)
+        if known.password is None:
+            return self.ledger
+        hidden = without_password(known).update_query_dict({"passfile": str(self._password_file)})
+        return hidden.render_as_string()
+
+    @property
+    def _password_file(self) -> Path:
+        return self.fleet.service.state_dir / "ledger.pass"
+
+    def keep_password(self) -> None:
+        """Write the ledger's password, if its URL has one, to where only this user can read it."""
+        password = parsed(self.ledger).password
+        if password is None:
+            return
+        self._password_file.unlink(missing_ok=True)
+        escaped = str(password).replace("\\", "\\\\").replace(":", "\\:")
+        handle = os.open(self._password_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(f"*:*:*:*:{escaped}\n")
 
     @property
     def proxy_address(self) -> tuple[str, int] | None:
@@ -85,6 +110,11 @@ class Settings:
         return replace(self, fleet=self.fleet.model_copy(update={"groups": groups}))
 
 
+def ledger_of(fleet: FleetConfig) -> str:
+    """The URL of a fleet's ledger."""
+    return fleet.service.ledger or f"sqlite:///{fleet.service.state_dir / 'ledger.db'}"
+
+
 def check(settings: Settings) -> None:
     """Refuse, before anything starts, what can't work.
 
@@ -103,6 +133,7 @@ def check(settings: Settings) -> None:
         ObjectStore(settings.fleet.objects).check()
     _ = settings.proxy
     lock_of(settings.ledger)
+    settings.keep_password()
     Database(settings.ledger).close()
 
 

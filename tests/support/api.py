@@ -30,10 +30,11 @@ class Api:
     controller: bool = True
     woken: int = 0
     proxy_host: str | None = None
+    url: str | None = None  # of the ledger; None: SQLite
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ledger = ledger = Ledger(self.base)
+        self.ledger = ledger = Ledger(self.base, self.url)
         address = (self.proxy_host, 8710) if self.proxy_host else None
         self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address)
         self.app: FastAPI = build_app(self.services)

@@ -48,7 +48,7 @@ from eval_service.fleet_config import FleetConfig, GroupConfig
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.database import Database
 from eval_service.ledger.intents import Intents
-from eval_service.ledger.lock import lock_of
+from eval_service.ledger.lock import FileLock, lock_of
 from eval_service.ledger.views import Views
 from eval_service.objects.places import Places
 from eval_service.suites.samples import read_samples
@@ -214,6 +214,7 @@ class Stand:
     def steal_lock(self) -> None:
         """Leave the acting controller without the kernel's lock, unknown to it."""
         lock = self._lock
+        assert isinstance(lock, FileLock)
         assert lock._handle is not None
         fcntl.flock(lock._handle, fcntl.LOCK_UN)
 

@@ -47,15 +47,17 @@ class Ledger:
     """The gateway's and the controller's side of one database. The run `r1` is known."""
 
     base: Path
+    url: str | None = None  # None: SQLite
     clock: Clock = field(default_factory=Clock)
     db: Database = field(init=False)
     moves: Moves = field(init=False)
 
     def __post_init__(self) -> None:
-        self.db = Database(f"sqlite:///{self.base / 'ledger.db'}", clock=self.clock)
-        # No power cut comes to a test; waiting for the disk is most of what it would do.
-        event.listen(self.db.engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
-        self.db.engine.dispose()
+        self.db = Database(self.url or f"sqlite:///{self.base / 'ledger.db'}", clock=self.clock)
+        if self.db.engine.dialect.name == "sqlite":
+            # No power cut comes to a test; waiting for the disk is most of what it would do.
+            event.listen(self.db.engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
+            self.db.engine.dispose()
         self.root = self.base / "root"
         self.root.mkdir()
         self.bounds = Bounds((self.root,), SUITES)

@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import inspect, text
 
 from eval_service.contract.errors import InvalidRequest, NotFound
 from eval_service.contract.results import Alarm, AlarmKind, Direction, Metric
 from eval_service.contract.states import PointState
 from eval_service.ledger.advising import Advisor, Question
-from eval_service.ledger.database import Database
 from tests.support.ledger import Ledger, result
 
 S = PointState
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path)
+def ledger(tmp_path: Path, database_url: str) -> Ledger:
+    return Ledger(tmp_path, database_url)
 
 
 def done(ledger: Ledger, step: int, score: float, *, digest: str | None = None, **changes: Any) -> str:
@@ -132,29 +130,3 @@ def test_other_suites_and_superseded_points_are_nobodys_neighbours(ledger: Ledge
     done(ledger, 1, 0.9, digest="a" * 32)
     done(ledger, 1, 0.5, digest="b" * 32)
     assert kinds(ledger, done(ledger, 2, 0.5)) == []
-
-
-# --- a ledger of the version before
-
-
-def test_a_ledger_of_the_version_before_is_brought_up_to_date_with_what_it_holds(
-    ledger: Ledger, tmp_path: Path
-) -> None:
-    old = done(ledger, 1, 0.9)
-    added = ("headline", "direction", "suite_digest", "alarms")
-    with ledger.db.writing() as connection:
-        for column in added:
-            connection.execute(text(f"ALTER TABLE points DROP COLUMN {column}"))
-        connection.execute(text("UPDATE meta SET value = '2' WHERE key = 'schema_version'"))
-    ledger.db.close()
-    for _ in range(2):  # a second start finds nothing to do
-        database = Database(f"sqlite:///{tmp_path / 'ledger.db'}", clock=ledger.clock)
-        with database.reading() as connection:
-            assert {column["name"] for column in inspect(connection).get_columns("points")} >= set(added)
-        database.close()
-    point = ledger.point(old)
-    assert (point.score, point.headline, point.alarms, point.direction) == (0.9, None, (), "max")
-    assert kinds(ledger, done(ledger, 2, 0.1)) == [], "what was asked of the older one is not known"
-    best = Advisor(ledger.db).advice("r1", Question(metric="score")).best
-    assert best is not None
-    assert best.step == 1

@@ -19,8 +19,8 @@ S = PointState
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path)
+def ledger(tmp_path: Path, database_url: str) -> Ledger:
+    return Ledger(tmp_path, database_url)
 
 
 def begin(ledger: Ledger, **changes: Any) -> str:

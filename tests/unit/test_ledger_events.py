@@ -21,8 +21,8 @@ from tests.support.views import engine
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path)
+def ledger(tmp_path: Path, database_url: str) -> Ledger:
+    return Ledger(tmp_path, database_url)
 
 
 def told(ledger: Ledger, after: int = 0) -> list[tuple[str, dict[str, Any]]]:
@@ -97,14 +97,6 @@ def test_the_oldest_are_forgotten_and_no_number_is_used_twice(ledger: Ledger, mo
     assert EventLog(ledger.db).ends() == (6, 6)
 
 
-def test_a_ledger_of_before_gets_the_events_that_it_lacks(ledger: Ledger) -> None:
-    with ledger.db.writing() as connection:
-        connection.exec_driver_sql("DROP TABLE events")
-    again = Database(ledger.db.url, clock=ledger.clock)
-    assert EventLog(again).ends() == (0, 0)
-    again.close()
-
-
 def test_signs_of_life_are_no_change_and_whatever_else_is_written_is_one(ledger: Ledger) -> None:
     """An idle controller looks at the whole ledger only when somebody else wrote to it."""
     number = ledger.moves.changes()
@@ -126,8 +118,9 @@ def test_another_process_would_see_each_write_as_a_change(ledger: Ledger) -> Non
 
 
 @pytest.mark.parametrize("write", ["claim", "take_epoch"])
-def test_what_must_outlive_a_power_cut_is_synced_with_all_that_came_before_it(ledger: Ledger, write: str) -> None:
+def test_what_must_outlive_a_power_cut_is_synced_with_all_that_came_before_it(tmp_path: Path, write: str) -> None:
     """A snapshot is deleted only once the ledger can't forget the result that made it needless."""
+    ledger = Ledger(tmp_path)
     point = ledger.done(1)
     snapshot = ledger.snapshot(1)["id"]
     said: list[list[str]] = []
@@ -142,7 +135,8 @@ def test_what_must_outlive_a_power_cut_is_synced_with_all_that_came_before_it(le
     assert ledger.state(point) is S.DONE
 
 
-def test_what_was_committed_is_there_after_a_checkpoint_without_the_log(ledger: Ledger) -> None:
+def test_what_was_committed_is_there_after_a_checkpoint_without_the_log(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
     ledger.done(1)
     ledger.retention.tend()
     (ledger.base / "copy.db").write_bytes((ledger.base / "ledger.db").read_bytes())

@@ -22,8 +22,8 @@ _WAIT_S = 30.0
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path)
+def ledger(tmp_path: Path, database_url: str) -> Ledger:
+    return Ledger(tmp_path, database_url)
 
 
 @pytest.fixture
@@ -110,6 +110,8 @@ def test_a_disk_that_is_full_for_one_of_them_is_told_to_all_since_nothing_was_ke
     ledger: Ledger, writes: GroupedWrites
 ) -> None:
     def too_much(connection: Connection) -> DispatchReply:
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("DO $$ BEGIN RAISE 'the disk is full' USING ERRCODE = 'disk_full'; END $$")
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
         connection.exec_driver_sql("INSERT INTO meta VALUES ('much', hex(zeroblob(1000000)), 0)")

@@ -16,8 +16,8 @@ S = PointState
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path)
+def ledger(tmp_path: Path, database_url: str) -> Ledger:
+    return Ledger(tmp_path, database_url)
 
 
 @pytest.mark.parametrize("old", PointState)
@@ -67,7 +67,7 @@ def test_a_result_is_written_once_with_all_its_times(ledger: Ledger) -> None:
         "duration_s": 15.0,
     }
     assert [(a.number, a.outcome, a.engines) for a in found.history] == [(1, "done", ("e1", "e2"))]
-    assert not ledger.moves.finish(point, result(score=0.1))
+    assert not ledger.moves.finish(point, result(score=0.1, samples_path="/another"))
     assert ledger.point(point).score == 0.75
 
 
@@ -84,7 +84,7 @@ def test_an_end_stands_whoever_comes_later(ledger: Ledger, state: PointState) ->
     before = ledger.point(point)
     assert not ledger.moves.end(point, S.FAILED, Reason.DEADLINE, "late")
     assert not ledger.moves.advance(point, S.RUNNING)
-    assert not ledger.moves.finish(point, result(score=1.0))
+    assert not ledger.moves.finish(point, result(score=1.0, samples_path="/another"))
     assert ledger.moves.requeue(point, "engine", "late") is state
     assert ledger.moves.begin_attempt(point) is None
     ledger.moves.end_unserved(point, "late")

@@ -9,6 +9,7 @@ import pytest
 
 from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import FleetConfig
+from eval_service.ledger.store import parsed
 from eval_service.serve.settings import Settings
 
 
@@ -45,3 +46,17 @@ def test_the_proxys_key_comes_from_the_environment_and_is_not_shown(monkeypatch:
     assert settings.proxy is not None
     assert settings.proxy.api_key == "a-key-of-some-length"
     assert "a-key" not in repr(settings.proxy)
+
+
+def test_where_ray_shows_the_ledgers_url_its_password_is_in_a_file_that_only_its_owner_reads(tmp_path: Path) -> None:
+    settings = _settings("auto", ledger="postgresql://svc:pass%3Aword@db/evalfleet", state_dir=str(tmp_path))
+    settings.keep_password()
+    file = tmp_path / "ledger.pass"
+    assert file.read_text() == "*:*:*:*:pass\\:word\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "word" not in settings.told_ledger + repr(settings)
+    assert parsed(settings.told_ledger).query["passfile"] == str(file)
+    assert parsed(settings.told_ledger).password is None
+    plain = _settings("auto", state_dir=str(tmp_path))
+    plain.keep_password()
+    assert plain.told_ledger == plain.ledger == f"sqlite:///{tmp_path}/ledger.db"
