@@ -21,11 +21,21 @@ from eval_service.cli import (
     endpointing,
     exporting,
     launching,
+    options,
     reading,
     serving,
     watching,
 )
-from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
+from eval_service.contract.errors import (
+    ConfigError,
+    Conflict,
+    EvalfleetError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 
 USAGE, UNREACHABLE, INTERNAL = 2, 4, 5
 
@@ -37,39 +47,39 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("serve")(serving.serve)
-app.command("launch")(launching.launch)
-app.command("status")(reading.status)
-app.command("fleet")(reading.fleet)
-app.command("runs")(reading.runs)
-app.command("points")(reading.points)
-app.command("samples")(reading.samples)
-app.command("compare")(comparing.compare)
-app.command("diff")(comparing.diff)
-app.command("export")(exporting.export)
-app.command("drain")(draining.drain)
-app.command("retry")(commanding.retry)
-app.command("cancel")(commanding.cancel)
-app.command("backfill")(commanding.backfill)
-app.command("hold")(commanding.hold)
-app.command("release")(commanding.release)
-app.command("pause")(commanding.pause)
-app.command("resume")(commanding.resume)
-app.command("delete")(commanding.delete)
-app.command("scale")(commanding.scale)
-app.command("endpoint")(endpointing.endpoint)
-app.command("check")(checking.check)
-app.command("watch")(watching.watch)
-app.command("doctor")(doctoring.doctor)
-app.command("demo")(demonstrating.demo)
-app.command("chaos")(chaosing.chaos)
+app.command("serve", cls=options.Talking)(serving.serve)
+app.command("launch", cls=options.Talking)(launching.launch)
+app.command("status", cls=options.Talking)(reading.status)
+app.command("fleet", cls=options.Talking)(reading.fleet)
+app.command("runs", cls=options.Talking)(reading.runs)
+app.command("points", cls=options.Talking)(reading.points)
+app.command("samples", cls=options.Talking)(reading.samples)
+app.command("compare", cls=options.Talking)(comparing.compare)
+app.command("diff", cls=options.Talking)(comparing.diff)
+app.command("export", cls=options.Talking)(exporting.export)
+app.command("drain", cls=options.Talking)(draining.drain)
+app.command("retry", cls=options.Talking)(commanding.retry)
+app.command("cancel", cls=options.Talking)(commanding.cancel)
+app.command("backfill", cls=options.Talking)(commanding.backfill)
+app.command("hold", cls=options.Talking)(commanding.hold)
+app.command("release", cls=options.Talking)(commanding.release)
+app.command("pause", cls=options.Talking)(commanding.pause)
+app.command("resume", cls=options.Talking)(commanding.resume)
+app.command("delete", cls=options.Talking)(commanding.delete)
+app.command("scale", cls=options.Talking)(commanding.scale)
+app.command("endpoint", cls=options.Talking)(endpointing.endpoint)
+app.command("check", cls=options.Talking)(checking.check)
+app.command("watch", cls=options.Talking)(watching.watch)
+app.command("doctor", cls=options.Talking)(doctoring.doctor)
+app.command("demo", cls=options.Talking)(demonstrating.demo)
+app.command("chaos", cls=options.Talking)(chaosing.chaos)
 
 
 def exit_code(error: EvalfleetError) -> int:
     """The exit code that an error ends the command with."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
-    if isinstance(error, ConfigError | InvalidRequest | NotFound | Conflict):
+    if isinstance(error, ConfigError | InvalidRequest | NotFound | Conflict | Unauthorized | Forbidden):
         return USAGE
     return INTERNAL
 
