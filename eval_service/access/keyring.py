@@ -16,7 +16,8 @@ from eval_service.contract.errors import ConfigError
 from eval_service.contract.token import check_token, read_token_lines
 
 _MOST_BYTES = 512
-_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+HASHED = "sha256:"  # what stands before a hash in a token's place
+_HASHED = re.compile(rf"{HASHED}([0-9a-f]{{64}})")
 
 
 @dataclass(frozen=True, slots=True)

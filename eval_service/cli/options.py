@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError
@@ -19,6 +21,10 @@ _chosen: ContextVar[str | None] = ContextVar("token", default=None)
 
 Url = Annotated[str, typer.Option("--url", envvar="EVALFLEET_URL", help="Where the service listens.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Token = Annotated[
+    str | None, typer.Option("--token", metavar="TOKEN", help="The service's token; better by EVALFLEET_TOKEN.")
+]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="A file whose first line is the token.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 
 
@@ -27,26 +33,28 @@ def connect(url: str) -> EvalClient:
     return EvalClient(url, token=_chosen.get())
 
 
-class Talking(TyperCommand):
-    """A command that may bring a token: all that have `--url` do."""
+def talking(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with `--token` and `--token-file`, if it talks to a service: if it has `--url`."""
+    signature = inspect.signature(command, eval_str=True)
+    if "url" not in signature.parameters:
+        return command
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._talks = any(parameter.name == "url" for parameter in self.params)
-        if self._talks:
-            told = "The service's token; better by EVALFLEET_TOKEN."
-            self.params.append(TyperOption(param_decls=["--token"], metavar="TOKEN", help=told))
-            told = "A file whose first line is the token."
-            self.params.append(TyperOption(param_decls=["--token-file"], metavar="FILE", help=told))
+    @functools.wraps(command)
+    def with_token(*, token: str | None = None, token_file: Path | None = None, **given: Any) -> None:
+        _chosen.set(_token_of(token, token_file))
+        command(**given)
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run it, under its token."""
-        if self._talks:
-            _chosen.set(_token_of(ctx.params.pop("token", None), ctx.params.pop("token_file", None)))
-        return super().invoke(ctx)
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (("token", Token), ("token_file", TokenFile))
+    ]
+    whole = signature.replace(parameters=[*signature.parameters.values(), *more])
+    with_token.__signature__ = whole  # type: ignore[attr-defined]
+    with_token.__annotations__ = {name: parameter.annotation for name, parameter in whole.parameters.items()}
+    return with_token
 
 
-def _token_of(token: str | None, file: str | None) -> str | None:
+def _token_of(token: str | None, file: Path | None) -> str | None:
     """What the command line names; None: the environment's."""
     if token is not None:
         hide(token)
@@ -54,7 +62,7 @@ def _token_of(token: str | None, file: str | None) -> str | None:
             raise ConfigError("--token is given, too", field="--token-file", hint="give one of the two")
         return check_token(token, "--token")
     if file is not None:
-        return check_token(read_token_lines(Path(file), "--token-file")[0], "--token-file")
+        return check_token(read_token_lines(file, "--token-file")[0], "--token-file")
     return None
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
 from eval_service.gateway import dashboard, dispatch, drains, events, operations, points, runs, servings
-from eval_service.gateway.bodies import BodyLimit
+from eval_service.gateway.bodies import BODY_S, BodyLimit
 from eval_service.gateway.envelopes import envelope, refusal
 from eval_service.gateway.guard import Guard
 from eval_service.gateway.services import Services
@@ -22,7 +22,7 @@ from eval_service.gateway.services import Services
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
 
 
-def build_app(services: Services) -> FastAPI:
+def build_app(services: Services, *, body_s: float = BODY_S) -> FastAPI:
     """The application, with every route and the error envelope."""
     app = FastAPI(
         title="Evalfleet",
@@ -40,7 +40,7 @@ def build_app(services: Services) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, body_s=body_s)
     app.add_middleware(Guard, access=services.access)
     return app
 
@@ -68,6 +68,9 @@ async def _on_invalid(_request: Request, exc: Exception) -> Response:
 
 async def _on_http(_request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    if exc.status_code == 400:  # FastAPI's, of a body that can't even be decoded; like any other that is no such object
+        body = ErrorBody(code=InvalidRequest.code, message="the body can't be read", hint="send JSON in UTF-8")
+        return envelope(InvalidRequest.status, body)
     code = _CODES.get(exc.status_code, "http_error")
     # Of what is refused while its body still comes nothing more is wanted.
     headers = {"connection": "close"} if exc.status_code in (408, 413) else None

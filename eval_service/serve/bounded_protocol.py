@@ -105,7 +105,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
+            if cycle is not None and not cycle.response_complete:  # of the request that is broken: it answers no more
+                cycle.disconnected = True
+                cycle.message_event.set()
             body = (
                 ErrorEnvelope(error=ErrorBody(code=code, message=message)).model_dump_json(exclude_none=True).encode()
             )
