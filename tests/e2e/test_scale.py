@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
-from eval_service.contract.errors import InvalidRequest
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import Forbidden, InvalidRequest
 from eval_service.contract.states import PointState
+from eval_service.contract.token import bearer
 from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, RunSpec, Source
 from eval_service.demo.processes import Family
-from tests.support.live import DONE, PROMPTS, Live, wait_for
+from tests.support.live import DONE, PROMPTS, SUITE, Live, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+# All that the service of this module is told in confidence.
+SECRETS = {f"EVALFLEET_TEST_{name}": f"{name.lower()}-{uuid.uuid4().hex}" for name in ("OPS", "LOOK", "HOOK", "LANES")}
+SERVICE = """
+allow_code = true
+webhook_hosts = ["127.0.0.1:9"]
+proxy_api_key_env = "EVALFLEET_TEST_LANES"
+"""
+TOKENS = """
+[tokens.ops]
+scope = "admin"
+token_env = "EVALFLEET_TEST_OPS"
+
+[tokens.look]
+scope = "read"
+token_file = "look.token"
+
+[webhooks.chat]
+url = "http://127.0.0.1:9/hook"
+secret_env = "EVALFLEET_TEST_HOOK"
+"""
 SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
 
 
@@ -22,10 +49,22 @@ SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service of its own with up to four fake engines, each slow enough to be caught at work."""
     family = Family()
-    service = Live(Path(tmp_path_factory.mktemp("fakes")), family, grade="fake", bounds="[1, 4]", more=SLOW)
+    service = Live(Path(tmp_path_factory.mktemp("fakes")), family, grade="fake", bounds="[1, 4]", more=SLOW + TOKENS)
     service.build()
+    fleet = service.base / "fleet.toml"
+    fleet.write_text(fleet.read_text().replace("allow_code = true", SERVICE))
+    (service.base / "look.token").write_text(SECRETS["EVALFLEET_TEST_LOOK"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, secret in SECRETS.items():
+            if name != "EVALFLEET_TEST_LOOK":
+                patch.setenv(name, secret)
+        patch.setenv("EVALFLEET_TOKEN", SECRETS["EVALFLEET_TEST_OPS"])
+        try:
+            service.start()
+        except BaseException:
+            family.end()
+            raise
     try:
-        service.start()
         yield service
     finally:
         service.close()
@@ -115,3 +154,34 @@ def test_queued_points_bring_real_engines_up_from_zero_and_idleness_back_to_zero
         wait_for(lambda: (group(live).desired, group(live).actual) == (0, 0), "no engine again")
     finally:
         live.client.scale("eval", 2)  # they come while whatever runs next begins
+
+
+def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inherit(fakes: Live) -> None:
+    """Users find their keys in log files: whatever the service is told in confidence stays where it was put."""
+    ops, look = SECRETS["EVALFLEET_TEST_OPS"], SECRETS["EVALFLEET_TEST_LOOK"]
+    fakes.client.put_run("secret", RunSpec(root=str(fakes.root), suites=(SUITE,)))
+    dispatch(fakes, "secret", 0, SUITE)
+    assert [point.state for point in fakes.ended("secret", 1)] == [DONE]
+    serving = fakes.client.serve(fakes.points("secret")[0].id)
+    body = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
+    for token, status in ((ops, 200), (SECRETS["EVALFLEET_TEST_LANES"], 200), (look, 401), ("", 401)):
+        asked = httpx.post(f"{serving.url}/generate", json=body, headers=bearer(token or None), timeout=60.0)
+        assert asked.status_code == status
+    assert fakes.http.get("/runs").status_code == 401
+    assert fakes.http.get("/runs", headers=bearer(look)).status_code == 200
+    with EvalClient(fakes.url, token=look) as reader, pytest.raises(Forbidden):
+        reader.pause("secret")
+    command = [sys.executable, "-m", "eval_service.cli.main", "runs", "--url", fakes.url, "--token"]
+    ran = [subprocess.run([*command, token], capture_output=True, text=True, timeout=60) for token in (ops, look + "x")]  # noqa: PLW1510
+    assert [one.returncode for one in ran] == [0, 2]
+    family = psutil.Process(fakes.child.process.pid).children(recursive=True)
+    lines = {" ".join(one.cmdline()) for one in family}
+    inherited = {value for one in family for value in one.environ().values()}
+    assert not inherited & {ops, look}
+    rays = {Path(found) for line in lines for found in re.findall(r"(/[^\s=:]*/evalfleet-[^/\s]+)/", line)}
+    assert rays
+    files = [path for place in (fakes.base, *rays) for path in place.rglob("*") if path.is_file()]
+    assert {"ledger.db", "service.log", "gcs_server.out"} <= {path.name for path in files}
+    written = b"".join(path.read_bytes() for path in files if path.name != "look.token")
+    told = written + "\n".join([*lines, *(one.stdout + one.stderr for one in ran)]).encode()
+    assert [name for name, secret in SECRETS.items() if secret.encode() in told] == []

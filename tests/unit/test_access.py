@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,13 @@ from eval_service.access.hosts import checked_address, is_loopback
 from eval_service.access.keyring import Access, Keyring, digest_of, load_keyring
 from eval_service.access.needs import needed
 from eval_service.access.rates import MOST_NAMES, Rates
+from eval_service.cli import options
+from eval_service.cli.main import main
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError, Forbidden, RateLimited, Unauthorized
 from eval_service.contract.token import given_token
 from eval_service.fleet_config import FleetConfig
+from eval_service.launch.run import _token_for
 from eval_service.serve.settings import Settings, check_exposure
 from eval_service.trackers.sinks.to_webhook import Sink
 from router.proxy.config import load_config
@@ -372,3 +377,52 @@ def test_a_metadata_address_is_no_webhook_and_no_engine_even_where_it_is_allowed
     engine = {"kind": "attached", "model": "/model", "urls": [url]}
     with pytest.raises(ValueError, match="metadata"):
         FleetConfig.model_validate({"service": {"roots": ["/"]}, "groups": {"eval": {"model": "/m"}, "a": engine}})
+
+
+# --- the commands
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [((), None), (("--token", READER), READER), (("--token-file", "FILE"), TRAINER)],
+)
+def test_a_command_brings_the_token_that_it_is_given(
+    given: tuple[str, ...], wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").write_text(f"{TRAINER}\n")
+    seen: list[str | None] = []
+
+    def connect(url: str) -> EvalClient:
+        seen.append(options._chosen.get())
+        return EvalClient("http://service", transport=httpx.MockTransport(lambda _: httpx.Response(200, text="[]")))
+
+    monkeypatch.setattr(options, "connect", connect)
+    monkeypatch.setattr(
+        "sys.argv", ["evalfleet", "runs", *(str(tmp_path / "t") if one == "FILE" else one for one in given)]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    assert seen == [wanted]
+
+
+def test_a_token_is_overwritten_in_the_command_line() -> None:
+    """Every user of a host can read the command lines of all."""
+    code = "import sys; from eval_service.cli.options import hide; hide(sys.argv[1]); print(open('/proc/self/cmdline').read())"
+    told = subprocess.run([sys.executable, "-c", code, ADMIN], capture_output=True, text=True, check=True, timeout=60)
+    assert ADMIN not in told.stdout
+    assert "*" * len(ADMIN) in told.stdout
+
+
+def test_a_launch_takes_the_first_token_that_may_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").write_text(f"sha256:{'0' * 64}\n{TRAINER}\n")
+    configs = {
+        "look": TokenConfig(scope=Scope.READ, token_env="LOOK"),
+        "train": TokenConfig(scope=Scope.DISPATCH, token_file=tmp_path / "t"),
+    }
+    monkeypatch.delenv("EVALFLEET_TOKEN", raising=False)
+    assert _token_for({}) is None
+    assert _token_for(configs) == TRAINER
+    with pytest.raises(ConfigError, match="the launch has none"):
+        _token_for({"look": configs["look"]})
+    monkeypatch.setenv("EVALFLEET_TOKEN", ADMIN)
+    assert _token_for(configs) == ADMIN

@@ -68,7 +68,7 @@ def test_no_request_of_the_document_meets_a_fault_or_an_answer_that_it_does_not_
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy())
-        def call(case: Any) -> None:
+        def call(case: Any, statuses: set[int] = statuses) -> None:
             # A run and a point that there are, now and then: else all would be 404.
             for name, value in (("run", "r1"), ("id", point), ("a", point), ("b", point)):
                 if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 2:
