@@ -73,7 +73,7 @@ def test_every_route_wants_the_scope_that_the_docs_say_and_nothing_is_open_but_t
         need = needed(method, named(path))
         if need is None or path == "/events":  # an endless answer
             continue
-        asked = {"json": {}} if method in ("POST", "PUT") else {}
+        asked: dict[str, Any] = {"json": {}} if method in ("POST", "PUT") else {}
         for token in (None, *TOKENS):
             status = api.request(method, named(path), headers=bearing(token), **asked).status_code
             wanted = 401 if token is None else 403 if not TOKENS[token].reaches(need) else None
@@ -407,7 +407,8 @@ def test_a_command_brings_the_token_that_it_is_given(
 
 def test_a_token_is_overwritten_in_the_command_line() -> None:
     """Every user of a host can read the command lines of all."""
-    code = "import sys; from eval_service.cli.options import hide; hide(sys.argv[1]); print(open('/proc/self/cmdline').read())"
+    code = "import sys; from eval_service.cli.options import hide; hide(sys.argv[1])"
+    code += "; print(open('/proc/self/cmdline').read())"
     told = subprocess.run([sys.executable, "-c", code, ADMIN], capture_output=True, text=True, check=True, timeout=60)
     assert ADMIN not in told.stdout
     assert "*" * len(ADMIN) in told.stdout
