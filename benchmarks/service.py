@@ -8,6 +8,7 @@ epoch has shown itself in the ledger.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.followers import ALL
 from benchmarks.harness import Report, arguments, at_most, cpu_s, versions_of
 from benchmarks.stocked import SUITE, Stock
 from eval_service.chaos.snapshots import write_base
@@ -202,34 +204,26 @@ async def _end_drains(
 # --- event streams
 
 
-@dataclass(slots=True)
-class Following:
-    """Somebody who follows the events, all of them or those of one run."""
-
-    run: str | None
-    seen: int = 0  # events
-
-    async def follow(self, session: aiohttp.ClientSession) -> None:
-        """Read until it is cancelled."""
-        query = {} if self.run is None else {"run": self.run}
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with session.get("/events", params=query, timeout=timeout) as response:
-            async for line in response.content:
-                self.seen += line.startswith(b"event: point")
-
-
 @asynccontextmanager
-async def _followers(session: aiohttp.ClientSession, runs: Sequence[str]) -> AsyncIterator[list[Following]]:
-    """50 of them: every other one follows all runs."""
-    following = [Following(None if number % 2 else runs[number % len(runs)]) for number in range(_STREAMS)]
-    tasks = [asyncio.create_task(one.follow(session)) for one in following]
+async def _followers(url: str, runs: Sequence[str], told: list[int]) -> AsyncIterator[None]:
+    """50 of them in a process of their own, every other one of all runs; how many events those were told at the end."""
+    whose = [ALL if number % 2 else runs[number % len(runs)] for number in range(_STREAMS)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.followers", url, *whose),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
     try:
-        await asyncio.sleep(1.0)
-        yield following
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            raise RuntimeError("the events can't be followed")
+        yield
+        found, _ = await process.communicate(b"")
+        told += [seen for run, seen in zip(whose, json.loads(found), strict=True) if run == ALL]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 # --- recovery and idleness
@@ -282,7 +276,8 @@ async def answers(served: Served, report: Report, rounds: Rounds) -> None:
             await _dispatch_rounds(
                 served, session, report, rounds, runs[rounds.alone + 1 :], f", {_DRAINS} drains waiting"
             )
-            async with _followers(session, runs[rounds.alone + 1 :]) as following:
+            told: list[int] = []
+            async with _followers(served.url, runs[rounds.alone + 1 :], told):
                 await _dispatch_rounds(
                     served,
                     session,
@@ -292,9 +287,7 @@ async def answers(served: Served, report: Report, rounds: Rounds) -> None:
                     f", {_DRAINS} drains and {_STREAMS} streams",
                 )
                 await asyncio.sleep(1.0)
-                report.counts["events that each stream of all runs was told"] = sorted(
-                    {one.seen for one in following if one.run is None}
-                )
+            report.counts["events that each stream of all runs was told"] = sorted(set(told))
             late = await _end_drains(session, waiting, tasks)
         finally:
             for task in tasks:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ BESIDE_THE_MODEL = frozenset({MANIFEST, DISPATCH, COMPLETE})
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEP_DIR = re.compile(r"step_(0|[1-9][0-9]{0,12})-([0-9a-f]{8})")
 NONCE = re.compile(r"^[0-9a-f]{8,32}$")
+BESIDE = re.compile(r"\.[^/]+\.[0-9a-f]{8,32}")  # what `beside` makes
 
 
 class StepDir(NamedTuple):
@@ -103,6 +105,11 @@ def outbox_dir(root: str | Path, run: str) -> Path:
 def samples_file(root: str | Path, run: str, step: int, suite: str, point: str) -> Path:
     """Where a point's samples lie."""
     return run_dir(root, run) / EVALS / f"step_{step}-{suite}-{point}.parquet"
+
+
+def beside(name: str) -> str:
+    """The name that a file is written under before it is renamed into its place; a new one with each call."""
+    return f".{name}.{uuid.uuid4().hex}"
 
 
 def _checked_nonce(nonce: str) -> str:

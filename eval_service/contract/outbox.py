@@ -7,7 +7,6 @@ all of it or nothing. `receipt.json` is the receipt of a drain that the service 
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +65,7 @@ class Outbox:
     def _write(self, name: str, text: str) -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / name
-        beside = self.directory / f".{name}.{uuid.uuid4().hex[:8]}"
+        beside = self.directory / names.beside(name)
         try:
             with beside.open("w") as file:
                 file.write(text)

@@ -6,7 +6,8 @@ dispute, which neither wins; two that agree win against one.
 
 The verdict says who is at fault. An engine that can't load what was loaded before is. A snapshot that fails again on an
 engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds.
-The lane decides, since it knows what other engines made of the snapshot.
+An engine may also die or hang by itself, so that alone must come twice after a proof. The lane decides, since it knows
+what other engines made of the snapshot.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from eval_service.controller.fleet import Fleet, Good
 from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2
+PROOFS = 2  # of an engine, before a snapshot on which it dies or hangs is held to be the cause
+_BY_ITSELF = (PinError.DIED, PinError.TIMEOUT)  # what also becomes of an engine that loads a sound snapshot
 _MARGIN_S = 10.0  # what a command's way there and back may take beyond its own deadline
 
 
@@ -152,14 +155,27 @@ class Pinner:
 
     async def _restart_and_judge(self, engine_id: str, last: CommandResult) -> Outcome:
         good = await self._good(engine_id)
+        again = last
+        for _ in range(PROOFS):
+            if (fault := await self._unproven(engine_id, good)) is not None:
+                return self._engines_fault(engine_id, f"{fault}, after a failed pin: {_told(again)}")
+            again = await self._try(engine_id, self.order)
+            if (outcome := self._conclusive(again)) is not None:
+                return outcome
+            if again.error not in _BY_ITSELF:
+                break
+        return self._judged(engine_id, again, good)
+
+    async def _unproven(self, engine_id: str, good: Good | None) -> str | None:
+        """Start it anew and let it load a good snapshot; what is wrong with it, None where nothing is."""
         if (failed := await self._restarted(engine_id)) is not None:
-            return self._engines_fault(engine_id, f"{failed}, after a failed pin: {_told(last)}")
+            return failed
         if good is not None and not await self._holds(engine_id, good):
-            why = "it does not load a good snapshot any more"
-            return self._engines_fault(engine_id, f"{why}, after a failed pin: {_told(last)}")
-        again = await self._try(engine_id, self.order)
-        if (outcome := self._conclusive(again)) is not None:
-            return outcome
+            return "it does not load a good snapshot any more"
+        return None
+
+    def _judged(self, engine_id: str, again: CommandResult, good: Good | None) -> Outcome:
+        """Who is at fault where an engine that is sound, as far as can be told, failed again."""
         if again.error is PinError.DISAGREES:
             if self._contestable():
                 return Outcome(Verdict.DISPUTED, detail=f"started anew, {_told(again)}")

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def tend_trash(leftover: Leftover, root: Path, needed: Mapping[str, bool]) -> Co
 
 
 def find_leftovers(root: Path, run: str) -> list[Leftover]:
-    """The `.partial-*`, `.trash-*` and `.held-*` directories of a run; reads only."""
+    """The `.partial-*`, `.trash-*` and `.held-*` directories of a run, and its half-written files; reads only."""
     found = []
     with _run_root(root, run) as handle:
         if handle is None:
@@ -101,6 +101,9 @@ def find_leftovers(root: Path, run: str) -> list[Leftover]:
             except (OSError, Refused):
                 continue  # published or removed while we looked, or no directory of ours
             found.append(Leftover(run, entry, kind, touched_at))
+        for place in _PLACES_OF_FILES:
+            half = _half_written(handle, place)
+            found += [Leftover(run, f"{place}/{name}", LeftoverKind.HALF, at) for name, at in half]
     return found
 
 
@@ -114,7 +117,8 @@ def remove_leftover(leftover: Leftover, root: Path) -> Collected:
     if _kind(leftover.name) is not leftover.kind:
         raise Refused(f"{leftover.name!r} is not the name of a leftover", field="name")
     with _run_root(root, leftover.run) as handle:
-        return Collected(leftover.name, _remove(handle, leftover.name) if handle is not None else 0)
+        remove = _remove_file if leftover.kind is LeftoverKind.HALF else _remove
+        return Collected(leftover.name, remove(handle, leftover.name) if handle is not None else 0)
 
 
 def remove_held(root: Path, run: str, name: str) -> None:
@@ -144,6 +148,7 @@ _KINDS = {
     names.TRASH_PREFIX: LeftoverKind.TRASH,
     names.HELD_PREFIX: LeftoverKind.HELD,
 }
+_PLACES_OF_FILES = (names.EVALS, names.OUTBOX)
 
 
 def _put_back(handle: int, trash: str, name: str) -> bool:
@@ -200,7 +205,45 @@ def _kind(name: str) -> LeftoverKind | None:
     for prefix, kind in _KINDS.items():
         if name.startswith(prefix) and names.NONCE.fullmatch(name.removeprefix(prefix)):
             return kind
-    return None
+    place, _, file = name.partition("/")
+    return LeftoverKind.HALF if place in _PLACES_OF_FILES and names.BESIDE.fullmatch(file) else None
+
+
+def _half_written(handle: int, place: str) -> Iterator[tuple[str, float]]:
+    """Name and newest change of each file in a directory of the run that was not put in its place (yet)."""
+    with _own_directory(handle, place) as where:
+        for name in sorted(os.listdir(where)) if where is not None else ():
+            if names.BESIDE.fullmatch(name):
+                with suppress(FileNotFoundError):  # it is in its place now
+                    info = os.stat(name, dir_fd=where, follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode):
+                        yield name, info.st_mtime
+
+
+def _remove_file(handle: int, name: str) -> int:
+    place, _, file = name.partition("/")
+    with _own_directory(handle, place) as where:
+        if where is None:
+            return 0
+        with suppress(FileNotFoundError):
+            size = os.stat(file, dir_fd=where, follow_symlinks=False).st_size
+            os.unlink(file, dir_fd=where)
+            return size
+    return 0
+
+
+@contextmanager
+def _own_directory(handle: int, name: str) -> Iterator[int | None]:
+    """A handle of a directory of the run that is no link; None where there is none."""
+    try:
+        where = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+    except OSError:
+        yield None
+        return
+    try:
+        yield where
+    finally:
+        os.close(where)
 
 
 def _is_there(handle: int, name: str) -> bool:

@@ -59,14 +59,15 @@ class LeftoverKind(StrEnum):
     PARTIAL = "partial"  # an export that was never published
     TRASH = "trash"  # a deletion that was cut short
     HELD = "held"  # hard links that no point needs
+    HALF = "half"  # a file beside its place, whose writer ended before the rename
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A directory in a run's root that is no snapshot (any more)."""
+    """A directory in a run's root that is no snapshot (any more), or a file that was never put in its place."""
 
     run: str
-    name: str
+    name: str  # relative to the run's root
     kind: LeftoverKind
     touched_at: float  # Unix seconds; the newest change in it
 
@@ -101,13 +102,13 @@ def plan_leftovers(
     now: float,
     idle_s: float = PARTIAL_IDLE_S,
 ) -> tuple[Leftover, ...]:
-    """The leftovers to delete: all trash, links that nobody needs, and partial directories that nobody can be writing.
+    """The leftovers to delete: all trash, links that nobody needs, and what nobody can be writing (any more).
 
     Args:
         reserved_runs: runs with a live reservation, whose trainer may be exporting.
         held: names of the directories of hard links that are needed.
         now: Unix seconds.
-        idle_s: how long a partial directory must not have changed (an export may also run without a reservation).
+        idle_s: how long what is written must not have changed (an export may also run without a reservation).
     """
     return tuple(
         leftover
@@ -115,9 +116,11 @@ def plan_leftovers(
         if leftover.kind is LeftoverKind.TRASH
         or (leftover.kind is LeftoverKind.HELD and leftover.name not in held)
         or (
-            leftover.kind is LeftoverKind.PARTIAL
-            and leftover.run not in reserved_runs
-            and now - leftover.touched_at >= idle_s
+            now - leftover.touched_at >= idle_s
+            and (
+                leftover.kind is LeftoverKind.HALF
+                or (leftover.kind is LeftoverKind.PARTIAL and leftover.run not in reserved_runs)
+            )
         )
     )
 

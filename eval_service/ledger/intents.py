@@ -15,7 +15,7 @@ from sqlalchemy import Connection, RowMapping, bindparam, case, delete, func, in
 
 from eval_service.contract.errors import Busy, Conflict, InvalidRequest, NotFound
 from eval_service.contract.names import check_run
-from eval_service.contract.states import ENDS, PointState, Reason
+from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import (
     DispatchReply,
     DispatchRequest,
@@ -33,11 +33,10 @@ from eval_service.ledger.database import Database
 from eval_service.ledger.events import drain_moved, points_moved
 from eval_service.ledger.receipts import end_drain
 from eval_service.ledger.schema import commands, drains, links, points, runs, snapshots
-from eval_service.ledger.turn import settle
+from eval_service.ledger.turn import OPEN_STATES, settle
 
-_OPEN_STATES = tuple(state.value for state in PointState if state not in ENDS)
 # What every dispatch asks is built once: SQLAlchemy takes longer to build a statement than SQLite to answer it.
-OPEN = points.c.state.in_([literal_column(f"'{state}'") for state in _OPEN_STATES])
+OPEN = points.c.state.in_([literal_column(f"'{state}'") for state in OPEN_STATES])
 _RUN = select(runs).where(runs.c.run == bindparam("of")).with_for_update()
 _HELD = (
     select(points, snapshots.c.path, snapshots.c.claimed_digest)

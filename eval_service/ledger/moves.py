@@ -22,7 +22,7 @@ from eval_service.ledger.events import fleet_changed
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
 from eval_service.ledger.schema import attempts, links, points, runs, servings, snapshots
-from eval_service.ledger.turn import END_STATES, LIVE_STATES, Turn, turn
+from eval_service.ledger.turn import END_STATES, LIVE_STATES, OPEN_STATES, Turn, turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +167,18 @@ class Moves:
         """Snapshots that queued points wait for, or people to whom an ended point is to be served."""
         since = func.coalesce(servings.c.asked_at, points.c.queued_at).label("queued_at")
         query = (
-            select(snapshots, since, runs.c.spec, links.c.path.label("links"), links.c.why_not)
+            select(snapshots, since, points.c.seq, runs.c.spec, links.c.path.label("links"), links.c.why_not)
             .join(points, points.c.snapshot_id == snapshots.c.id)
             .join(runs, runs.c.run == snapshots.c.run)
             .outerjoin(links, links.c.snapshot == snapshots.c.id)
             .outerjoin(servings, servings.c.point == points.c.id)
-            .where((points.c.state == PointState.QUEUED) | is_open(self._db.clock()), snapshots.c.admitted_at.is_(None))
-            .order_by(points.c.seq)
+            .where(snapshots.c.admitted_at.is_(None))
         )
+        found: list[RowMapping] = []
         with self._db.reading() as connection:
-            rows = connection.execute(query).mappings().all()
+            for wanted in (points.c.state == PointState.QUEUED, is_open(self._db.clock())):  # with `or` all are read
+                found += connection.execute(query.where(wanted)).mappings()
+        rows = sorted(found, key=lambda row: int(row["seq"]))
         first = {row["id"]: row for row in reversed(rows)}
         return list(sound((first[id_] for id_ in dict.fromkeys(row["id"] for row in rows)), _unadmitted))
 
@@ -362,7 +364,9 @@ def _columns(result: Result, row: RowMapping, now: float) -> dict[str, Any]:
 
 def is_open(now: float) -> ColumnElement[bool]:
     """Of points with their servings: whether one is to be served."""
-    return and_(servings.c.closed_at.is_(None), servings.c.until > now, points.c.state.in_(END_STATES))
+    # Not `in_(END_STATES)`: by that SQLite looks at every point that has ended before it looks at the servings.
+    ended = points.c.state.not_in(OPEN_STATES)
+    return and_(servings.c.closed_at.is_(None), servings.c.until > now, ended)
 
 
 def _close_servings(turn: Turn, snapshot: str) -> None:

@@ -20,6 +20,7 @@ from eval_service.ledger.events import point_moved
 from eval_service.ledger.schema import attempts, points, runs, snapshots
 
 END_STATES = tuple(state.value for state in ENDS)
+OPEN_STATES = tuple(state.value for state in PointState if state not in ENDS)
 LIVE_STATES = tuple(state.value for state in LIVE)
 _MAX_DETAIL = 4000
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from eval_service.contract import names
 from eval_service.contract.errors import NotFound
 from eval_service.contract.results import SamplePage, SampleView
 
@@ -128,7 +128,7 @@ def _leads_out(directory: Path) -> OSError:
 
 
 def _write_in(handle: int, name: str, samples: Iterable[SampleView]) -> int:
-    beside = f".{name}.{uuid.uuid4().hex}"
+    beside = names.beside(name)
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=handle), "wb") as file:
             count = _write_batches(file, iter(samples))

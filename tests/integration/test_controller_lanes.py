@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import EngineState
+from eval_service.engine.protocol import CommandKind, CommandResult, PinOrder
 from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
@@ -207,6 +209,37 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
             assert (view.state, view.reason) == (PointState.SKIPPED, Reason.PIN_VIOLATION)
             await stand.until_done(stand.dispatch("r", 2))
             assert all(engine.quarantined is None for engine in stand.acting.fleet.engines.values())
+
+    go(body)
+
+
+@pytest.mark.parametrize("deaths", [3, None])
+def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_snapshot_is_to_blame(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch, deaths: int | None
+) -> None:
+    """Three deaths are chance where the fourth pin is proven; one that always kills is found out."""
+
+    async def body() -> None:
+        async with stand_of().running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            fleet, pins = stand.acting.fleet, list[str]()
+            send: Callable[..., asyncio.Future[CommandResult]] = fleet.send
+
+            def deadly(engine: str, kind: CommandKind, order: PinOrder | None = None) -> asyncio.Future[CommandResult]:
+                if order is not None and order.manifest.step == 1:
+                    pins.append(engine)
+                    if deaths is None or len(pins) <= deaths:
+                        stand.kill_server(engine)
+                return send(engine, kind, order)
+
+            monkeypatch.setattr(fleet, "send", deadly)
+            [view] = await stand.until_ended(stand.dispatch("r", 1))
+            ends = (PointState.DONE, None) if deaths else (PointState.SKIPPED, Reason.PIN_VIOLATION)
+            assert (view.state, view.reason, len(pins), view.attempts) == (*ends, 4, 1)
+            await stand.until_done(stand.dispatch("r", 2))
+            assert stand.engine("e0").quarantined is None
 
     go(body)
 

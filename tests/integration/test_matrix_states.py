@@ -16,6 +16,7 @@ from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves
+from eval_service.ledger.orders import Orders
 from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
@@ -29,7 +30,7 @@ def stand(tmp_path: Path) -> Stand:
 
 
 async def held_in(stand: Stand, state: PointState) -> str:
-    """A point that stays in a state for a while: a slow pin, or until `release_scoring`."""
+    """A point that stays in a state for a while: no engine, a slow pin, or until `release_scoring`."""
     stand.put_run("r")
     if state is PointState.PINNING:
         await stand.turn("e0", update_s=2.0)
@@ -62,8 +63,24 @@ def test_a_controller_killed_in_any_live_state_is_followed_by_one_that_ends_the_
     go(body)
 
 
-@pytest.mark.parametrize("state", [PointState.QUEUED, *LIVE])
-def test_the_only_engine_killed_in_any_state_is_waited_for(stand: Stand, state: PointState) -> None:
+def test_the_only_engine_killed_while_a_point_is_queued_is_waited_for(stand: Stand) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            stand.put_run("r")
+            orders = Orders(stand.database)
+            orders.pause("r")  # a ready engine would have it at once
+            point = stand.dispatch("r", 1)
+            stand.kill_server("e0")
+            orders.resume("r")
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_the_only_engine_killed_in_any_live_state_is_waited_for(stand: Stand, state: PointState) -> None:
     async def body() -> None:
         async with stand.running(1):
             await stand.until_ready()

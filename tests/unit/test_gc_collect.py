@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract import names
+from eval_service.contract.outbox import Outbox
 from eval_service.contract.snapshot import Published
+from eval_service.contract.wire import DispatchRequest
 from eval_service.gc.collect import Refused, collect, find_leftovers, remove_held, remove_leftover, tend_trash
 from eval_service.gc.plan import Deletion, Leftover, LeftoverKind
+from eval_service.suites.samples import write_samples
 from tests.support.tiny_snapshots import publish, tiny
 
 NONCE = "ab" * 16
@@ -171,6 +174,43 @@ def test_leftovers_are_found_with_their_newest_change_and_removed(published: Pub
     assert [remove_leftover(leftover, root).freed_bytes for leftover in found] == [5, 5]
     assert published.path.is_dir()
     assert find_leftovers(root, "no-such-run") == []
+
+
+def test_a_file_whose_writer_was_killed_before_the_rename_is_found_and_removed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = tmp_path / "r1", []
+
+    def killed(*args: object, **kwargs: object) -> None:
+        """At a kill nothing is tidied up: what lies there now is what stays."""
+        seen.append({path: path.read_bytes() for path in run.rglob(".*") if path.is_file()})
+        raise OSError("stands for the end of the process")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(OSError, match="the end"):
+            write_samples(names.samples_file(tmp_path, "r1", 1, "suite", "p1"), [])
+        with pytest.raises(OSError, match="the end"):
+            Outbox.of(tmp_path, "r1").put(DispatchRequest(run="r1", step=1, reservation="a" * 32))
+    for path, content in (seen[0] | seen[1]).items():
+        path.write_bytes(content)
+        os.utime(path, (7.0, 7.0))
+    whole = [run / names.EVALS / "points.jsonl", run / names.OUTBOX / "a.json", run / names.EVALS / ".hidden"]
+    for path in whole:
+        path.write_text("whole")
+    (run / names.EVALS / names.beside("linked")).symlink_to(whole[0])
+    found = find_leftovers(tmp_path, "r1")
+    assert [(left.kind, left.name.partition("/")[0], left.touched_at) for left in found] == [
+        (LeftoverKind.HALF, names.EVALS, 7.0),
+        (LeftoverKind.HALF, names.OUTBOX, 7.0),
+    ]
+    freed = [remove_leftover(left, tmp_path).freed_bytes for left in found]
+    assert freed == [len(content) for content in (*seen[0].values(), *seen[1].values())]
+    assert find_leftovers(tmp_path, "r1") == []
+    assert [path.read_text() for path in whole] == ["whole"] * 3
+    for name in ("evals/points.jsonl", "step_1-aaaaaaaa/.x.aaaaaaaa", f"evals/../outbox/{names.beside('a')}"):
+        with pytest.raises(Refused):
+            remove_leftover(Leftover("r1", name, LeftoverKind.HALF, 0.0), tmp_path)
 
 
 def test_no_snapshot_can_be_removed_as_a_leftover(published: Published, root: Path) -> None:

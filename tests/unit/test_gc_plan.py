@@ -114,10 +114,13 @@ def leftover(kind: LeftoverKind, touched_at: float, run: str = "r1") -> Leftover
     return Leftover(run, f".{kind}-0", kind, touched_at)
 
 
-def test_trash_is_always_swept_and_a_partial_only_when_nobody_can_be_writing_it() -> None:
+def test_trash_is_always_swept_and_what_is_half_written_only_when_nobody_can_be_writing_it() -> None:
     trash = leftover(LeftoverKind.TRASH, 99.0)
     idle = leftover(LeftoverKind.PARTIAL, 0.0)
     fresh = leftover(LeftoverKind.PARTIAL, 95.0)
     exporting = leftover(LeftoverKind.PARTIAL, 0.0, run="r2")
-    planned = plan_leftovers([trash, idle, fresh, exporting], {"r2"}, now=100.0, idle_s=10.0)
-    assert planned == (trash, idle)
+    half = leftover(LeftoverKind.HALF, 0.0, run="r2")
+    being_written = leftover(LeftoverKind.HALF, 95.0)
+    found = [trash, idle, fresh, exporting, half, being_written]
+    planned = plan_leftovers(found, {"r2"}, now=100.0, idle_s=10.0)
+    assert planned == (trash, idle, half)
