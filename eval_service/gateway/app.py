@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
@@ -19,6 +20,8 @@ from eval_service.gateway.envelopes import envelope, refusal
 from eval_service.gateway.guard import Guard
 from eval_service.gateway.services import Services
 
+# Only so that the document says it: who may ask is decided before (`guard.py`).
+_TOKEN = HTTPBearer(scheme_name="token", description="where the service wants one", auto_error=False)
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
 
 
@@ -28,7 +31,7 @@ def build_app(services: Services, *, body_s: float = BODY_S) -> FastAPI:
         title="Evalfleet",
         version=services.version,
         description="Evaluates every checkpoint of a training run while the run goes on.",
-        dependencies=[Depends(_check_query)],
+        dependencies=[Depends(_check_query), Depends(_TOKEN)],
         responses={"default": {"model": ErrorEnvelope, "description": "any error"}},
         docs_url=None,
         redoc_url=None,

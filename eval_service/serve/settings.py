@@ -46,9 +46,8 @@ class Settings:
             ConfigError: a token that is not there, or can't be one.
         """
         keyring = load_keyring(fleet.tokens, environment)
-        for token in fleet.tokens.values():
-            environment.pop(token.token_env or "", None)
-        for name in (VARIABLE, FILE_VARIABLE):
+        held = {token.token_env or VARIABLE for token in fleet.tokens.values()} | {VARIABLE, FILE_VARIABLE}
+        for name in held - {fleet.service.proxy_api_key_env}:
             environment.pop(name, None)
         guarded = bool(keyring) or fleet.service.proxy_api_key_env is not None
         return cls(fleet, suites, keyring, secrets.token_urlsafe(32) if guarded else None)

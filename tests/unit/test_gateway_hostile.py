@@ -151,6 +151,7 @@ TABLE = (
     ),
     Hostile("markup and SQL", request(b"GET /points?run=%27%20OR%201=1;--%3Cscript%3E"), 404, "not_found"),
     Hostile("a huge offset", request(b"GET /points?offset=" + b"9" * 400), 422, "invalid_request"),
+    Hostile("a NUL in a text", post(b"/points/x/report", b'{"detail": "a\\u0000b"}'), 404, "not_found"),
     # --- headers and tokens
     Hostile("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "bad_request"),
     Hostile("a version that there is not", b"GET /runs HTTP/9.9\r\n" + HOST + AUTH + b"\r\n", 400, "bad_request"),
