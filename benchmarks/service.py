@@ -50,11 +50,12 @@ class Rounds:
     dispatches_of_16: int = 50  # of each
     statuses: int = 300
     deaths: int = 3
+    settle_s: float = 10.0  # for what a start brings with it: the first scan, the first plan of what to delete
     idle_s: float = 20.0
     alone: int = 20  # drains of a run of their own; the rest wait for one run together
 
 
-QUICK = Rounds(dispatches=60, dispatches_of_16=10, statuses=60, deaths=1, idle_s=6.0, alone=5)
+QUICK = Rounds(dispatches=60, dispatches_of_16=10, statuses=60, deaths=1, settle_s=5.0, idle_s=6.0, alone=5)
 
 
 @dataclass(slots=True)
@@ -344,6 +345,7 @@ def measure(*, quick: bool) -> Report:
         report.counts |= {"runs": served.stock.runs, "points": served.build(), "engines": _ENGINES}
         try:
             served.start()
+            time.sleep(rounds.settle_s)
             share = idle_share(served, rounds.idle_s)
             asyncio.run(answers(served, report, rounds))
             deaths = {kind: [recovery_s(served, hang=kind == "hang") for _ in range(rounds.deaths)] for kind in _DEATHS}
