@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 import tomllib
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from eval_service.access.config import TokenConfig
+from eval_service.access.hosts import as_address, never_called
 from eval_service.contract.errors import ConfigError
 from eval_service.objects.config import ObjectsConfig
 from eval_service.trackers.config import TracesConfig, TrackerConfig, WebhookConfig
@@ -58,6 +61,10 @@ class ServiceConfig(Section):
     allow_code: bool = Field(default=False, description="let suites run what a model wrote; see docs/suites.md")
     allow_auto_map: bool = Field(default=False, description="let a snapshot's config name code of its own")
     webhook_hosts: tuple[str, ...] = Field(default=(), description="host[:port] that webhooks may be sent to")
+    webhook_networks: tuple[str, ...] = Field(default=(), description="private networks that their names may lead to")
+    public_read: bool = Field(default=False, description="let anybody read without a token")
+    allow_anonymous: bool = Field(default=False, description="listen beyond loopback though there is no token")
+    requests_per_s: float = Field(default=1000.0, ge=0, description="of one token, or one address; 0: no bound")
 
 
 class GroupConfig(Section):
@@ -120,6 +127,9 @@ class GroupConfig(Section):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"urls: {url!r} is no http(s)://host:port")
+            address = as_address(parts.hostname)
+            if address is not None and never_called(address):
+                raise ValueError(f"urls: {parts.hostname} is link-local or a metadata address; name the engine's own")
             if parts.username or parts.password:  # it would be shown by /fleet
                 raise ValueError("urls: one holds credentials; name the variable that holds the key with api_key_env")
         if len(set(self.urls)) < len(self.urls):
@@ -140,6 +150,7 @@ class FleetConfig(Section):
     groups: dict[str, GroupConfig]
     trackers: dict[str, TrackerConfig] = Field(default_factory=dict, description="who is told of every point")
     webhooks: dict[str, WebhookConfig] = Field(default_factory=dict, description="who is told of news")
+    tokens: dict[str, TokenConfig] = Field(default_factory=dict, description="who may do what")
     traces: TracesConfig | None = Field(default=None, description="OpenTelemetry traces of points; None: none")
     objects: ObjectsConfig | None = Field(default=None, description="object stores of snapshots; None: none")
 
@@ -149,6 +160,15 @@ class FleetConfig(Section):
         for name, hook in self.webhooks.items():
             if hook.host not in allowed:
                 raise ValueError(f"webhooks.{name}.url: {hook.host} is not allowed; name it in service.webhook_hosts")
+        return self
+
+    @model_validator(mode="after")
+    def _webhook_networks_are_some(self) -> Self:
+        for text in self.service.webhook_networks:
+            try:
+                ip_network(text)
+            except ValueError as exc:
+                raise ValueError(f"service.webhook_networks: {text!r} is no network; write 10.1.0.0/16") from exc
         return self
 
     @model_validator(mode="after")
@@ -213,7 +233,12 @@ def load_fleet(path: Path) -> FleetConfig:
     objects = config.objects
     if objects is not None and objects.cache_dir is not None:
         objects = objects.model_copy(update={"cache_dir": base / objects.cache_dir})
-    return config.model_copy(update={"service": service, "groups": groups, "trackers": trackers, "objects": objects})
+    tokens = {
+        name: token.model_copy(update={"token_file": base / token.token_file if token.token_file else None})
+        for name, token in config.tokens.items()
+    }
+    parts = {"service": service, "groups": groups, "trackers": trackers, "tokens": tokens, "objects": objects}
+    return config.model_copy(update=parts)
 
 
 def validated(model: type[_Config], table: dict[str, Any], path: Path) -> _Config:

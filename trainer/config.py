@@ -165,6 +165,9 @@ class EvalSection(Section):
     url: Url | None = Field(
         default=None, description=f"of the service; None: the variable {URL_VARIABLE}, if it is set"
     )
+    token_file: Path | None = Field(
+        default=None, description="whose first line is the service's token; None: EVALFLEET_TOKEN, if it is set"
+    )
     interval: int | None = Field(default=None, ge=1, description="steps; None: nothing is ever evaluated")
     suites: tuple[SuiteName, ...] = ()
     snapshot_source: Literal[Source.STAGING, Source.REUSE] = Source.STAGING
@@ -369,5 +372,6 @@ def _absolute(config: RunConfig, base: Path) -> RunConfig:
                 }
             ),
             "train": train.model_copy(update={"save_dir": under(train.save_dir)}),
+            "eval": config.eval.model_copy(update={"token_file": under(config.eval.token_file)}),
         }
     )

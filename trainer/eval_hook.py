@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval_service.contract.errors import EvalfleetError, NotFound, SnapshotFault, Unavailable
+from eval_service.contract.errors import EvalfleetError, NotFound, SnapshotFault
 from eval_service.contract.snapshot import SnapshotWriter
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Granted, PlannedPoint, Source
 from trainer.cadence import Point
 from trainer.config import Evaluated
 from trainer.crash import crash_point
-from trainer.service_link import ServiceLink
+from trainer.service_link import LATER, ServiceLink
 from trainer.stager import Staged, Stager
 from trainer.steplog import StepLog
 from trainer.stopping import Stopped
@@ -290,7 +290,7 @@ class EvalHook:
             return self._grant_itself(request)
         try:
             reply = self.link.client.reserve(request, deadline_s=self.config.eval.reserve_timeout_s)
-        except (Unavailable, NotFound) as exc:  # NotFound: it has lost its ledger
+        except (*LATER, NotFound) as exc:  # NotFound: it has lost its ledger
             self.log.write("service_away", step=request.step, detail=str(exc))
             return self._grant_itself(request)
         except EvalfleetError as exc:
@@ -321,7 +321,7 @@ class EvalHook:
         request = ticket.request.model_copy(update={**fields, "wait_s": None})
         try:
             reply = self.link.client.dispatch(request)
-        except (Unavailable, NotFound) as exc:  # NotFound: it has lost its ledger
+        except (*LATER, NotFound) as exc:  # NotFound: it has lost its ledger
             try:
                 self.link.keep(request.model_copy(update={"deferred": True}))
             finally:

@@ -10,14 +10,26 @@ import threading
 from pathlib import Path
 
 from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import ConfigError, EvalfleetError, InvalidRequest, NotFound, Unavailable
+from eval_service.contract.errors import (
+    ConfigError,
+    EvalfleetError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    Unauthorized,
+    Unavailable,
+)
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import Reason
+from eval_service.contract.token import read_token_lines
 from eval_service.contract.wire import DispatchRequest, RunSpec
-from trainer.config import Evaluated
+from trainer.config import EvalSection, Evaluated
 from trainer.steplog import StepLog
 
 _JOIN_S = 10.0
+# What may go better later, by itself or once somebody has changed a token: nothing is given up for it.
+LATER = (Unavailable, RateLimited, Unauthorized, Forbidden)
 
 
 class ServiceLink:
@@ -42,12 +54,17 @@ class ServiceLink:
         """Announce the run at start-up, when a refusal can still be mended.
 
         Raises:
-            ConfigError: the service refuses the run (an unknown suite, a root that is not one of its own).
+            ConfigError: the service refuses the run (an unknown suite, a root that is not one of its own, no token).
         """
         try:
             self._announce()
         except InvalidRequest as exc:
             raise ConfigError(f"the service refuses the run: {exc.message}", field=exc.field, hint=exc.hint) from exc
+        except (Unauthorized, Forbidden) as exc:
+            hint = "put a token that may dispatch into EVALFLEET_TOKEN, or name its file with eval.token_file"
+            raise ConfigError(
+                f"the service refuses the run: {exc.message}", field="eval.token_file", hint=hint
+            ) from exc
         except EvalfleetError as exc:
             self._log.write("service_away", detail=str(exc))
 
@@ -117,7 +134,7 @@ class ServiceLink:
             point, detail, reason = self._reports[0]
             try:
                 self.client.report(point, detail, reason)
-            except Unavailable:
+            except LATER:
                 raise
             except EvalfleetError as exc:
                 self._log.write("report_refused", point=point, detail=str(exc))
@@ -132,7 +149,7 @@ class ServiceLink:
     def _send(self, request: DispatchRequest) -> None:
         try:
             reply = self.client.dispatch(request)
-        except Unavailable:
+        except LATER:
             raise
         except NotFound as exc:
             self._announced = False
@@ -160,6 +177,15 @@ class ServiceLink:
             self._log.write("run_unknown", detail=str(exc))
         except EvalfleetError as exc:
             self._log.write("service_away", detail=str(exc))
+
+
+def token_of(section: EvalSection) -> str | None:
+    """What the run's file names; None: the environment's, if any.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    return None if section.token_file is None else read_token_lines(section.token_file, "eval.token_file")[0]
 
 
 def run_spec(config: Evaluated) -> RunSpec:

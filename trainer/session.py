@@ -40,7 +40,7 @@ from trainer.layout import (
 from trainer.loop import Loop, Saver
 from trainer.parallel import check_world, launched_rank, parallel_session, world_size
 from trainer.saving import CheckpointWriter
-from trainer.service_link import ServiceLink
+from trainer.service_link import ServiceLink, token_of
 from trainer.stager import Stager
 from trainer.steplog import StepLog
 from trainer.stopping import EXIT_CODE, StopFlag
@@ -227,7 +227,7 @@ def reserve(weights: Exporter, where: str) -> None:
 def _hook(config: RunConfig, log: StepLog, stop: StopFlag, stack: ExitStack) -> EvalHook | None:
     if not config.eval.enabled or config.eval.url is None:
         return None
-    client = stack.enter_context(EvalClient(config.eval.url, sleep=stop.sleep))
+    client = stack.enter_context(EvalClient(config.eval.url, token=token_of(config.eval), sleep=stop.sleep))
     link = ServiceLink(config, client, log)
     link.check()
     return EvalHook(config, link, log)

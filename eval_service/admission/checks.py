@@ -18,7 +18,7 @@ from eval_service.admission.texts import ModelFacts
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault, SnapshotUnsafe
 from eval_service.contract.manifest import Manifest, read_manifest
-from eval_service.contract.snapshot import is_of_model
+from eval_service.contract.snapshot import is_of_model, is_pickle
 from eval_service.contract.wire import Source
 
 DESCRIBED_BY = "evalfleet admission"
@@ -212,6 +212,10 @@ class _Examination:
                     may_appear=sizes[entry.name] < entry.size_bytes,
                 )
         listed = {entry.name for entry in manifest.files}
+        # Beside a caller's checkpoint there may be an optimizer's state, which is left out; what we export brings none.
+        ours = set() if self.asked.source is Source.CALLER else set(sizes)
+        for name in sorted(filter(is_pickle, listed | ours)):
+            self.findings.unsafe(name, "is a pickle, which runs code when it is read", "export safetensors alone")
         for name in sorted(sizes.keys() - listed):
             if name.endswith(tensors.SUFFIX) or name in texts.READ_BY_NAME or name == names.INDEX:
                 self.findings.invalid(name, "is not in the manifest, and an engine would read it", "remove it")

@@ -13,7 +13,7 @@ from pathlib import Path
 from eval_service.admission.faults import Findings
 from eval_service.admission.place import check_inside, list_files
 from eval_service.contract.errors import SnapshotUnsafe
-from eval_service.contract.snapshot import PICKLE_SUFFIXES
+from eval_service.contract.snapshot import is_pickle
 from eval_service.contract.wire import Source
 
 
@@ -43,7 +43,7 @@ def hold(directory: Path, links: Path, *, source: Source, roots: Sequence[Path])
     try:
         links.mkdir(parents=True, exist_ok=True)
         for name in files:
-            if Path(name).suffix not in PICKLE_SUFFIXES:
+            if not is_pickle(name):
                 _link((place / name).resolve(), links / name)
     except FileNotFoundError:  # it vanishes while we look: what is linked by now is checked
         return Linked(links)

@@ -23,7 +23,7 @@ from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.plain_files import read_plain
 from eval_service.contract.safetensors_io import TensorSpan, read_spans
-from eval_service.contract.snapshot import PICKLE_SUFFIXES
+from eval_service.contract.snapshot import is_pickle
 
 SUFFIX = ".safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -48,7 +48,7 @@ def read_headers(directory: Path, files: Collection[str], findings: Findings) ->
     held: dict[str, Held] = {}
     weights = [name for name in sorted(files) if name.endswith(SUFFIX)]
     if not weights:
-        pickled = any(Path(name).suffix in PICKLE_SUFFIXES for name in files)
+        pickled = any(map(is_pickle, files))
         hint = "pickles (*.bin, *.pt) are never opened; export as safetensors" if pickled else "export as safetensors"
         findings.invalid("snapshot", "there is no safetensors file", hint, may_appear=True)
     for name in weights:

@@ -22,6 +22,7 @@ from eval_service.cli import (
     exporting,
     launching,
     ledgering,
+    options,
     reading,
     serving,
     showing,
@@ -29,7 +30,16 @@ from eval_service.cli import (
     uploading,
     watching,
 )
-from eval_service.contract.errors import ConfigError, Conflict, EvalfleetError, InvalidRequest, NotFound, Unavailable
+from eval_service.contract.errors import (
+    ConfigError,
+    Conflict,
+    EvalfleetError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 
 USAGE, UNREACHABLE, INTERNAL = 2, 4, 5
 
@@ -40,35 +50,35 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("serve")(serving.serve)
-app.command("launch")(launching.launch)
-app.command("status")(reading.status)
-app.command("fleet")(reading.fleet)
-app.command("runs")(reading.runs)
-app.command("points")(reading.points)
-app.command("show")(showing.show)
-app.command("top")(topping.top)
-app.command("upload")(uploading.upload)
-app.command("samples")(reading.samples)
-app.command("compare")(comparing.compare)
-app.command("diff")(comparing.diff)
-app.command("export")(exporting.export)
-app.command("drain")(draining.drain)
-app.command("retry")(commanding.retry)
-app.command("cancel")(commanding.cancel)
-app.command("backfill")(commanding.backfill)
-app.command("hold")(commanding.hold)
-app.command("release")(commanding.release)
-app.command("pause")(commanding.pause)
-app.command("resume")(commanding.resume)
-app.command("delete")(commanding.delete)
-app.command("scale")(commanding.scale)
-app.command("endpoint")(endpointing.endpoint)
-app.command("check")(checking.check)
-app.command("watch")(watching.watch)
-app.command("doctor")(doctoring.doctor)
-app.command("demo")(demonstrating.demo)
-app.command("chaos")(chaosing.chaos)
+app.command("serve")(options.talking(serving.serve))
+app.command("launch")(options.talking(launching.launch))
+app.command("status")(options.talking(reading.status))
+app.command("fleet")(options.talking(reading.fleet))
+app.command("runs")(options.talking(reading.runs))
+app.command("points")(options.talking(reading.points))
+app.command("show")(options.talking(showing.show))
+app.command("top")(options.talking(topping.top))
+app.command("upload")(options.talking(uploading.upload))
+app.command("samples")(options.talking(reading.samples))
+app.command("compare")(options.talking(comparing.compare))
+app.command("diff")(options.talking(comparing.diff))
+app.command("export")(options.talking(exporting.export))
+app.command("drain")(options.talking(draining.drain))
+app.command("retry")(options.talking(commanding.retry))
+app.command("cancel")(options.talking(commanding.cancel))
+app.command("backfill")(options.talking(commanding.backfill))
+app.command("hold")(options.talking(commanding.hold))
+app.command("release")(options.talking(commanding.release))
+app.command("pause")(options.talking(commanding.pause))
+app.command("resume")(options.talking(commanding.resume))
+app.command("delete")(options.talking(commanding.delete))
+app.command("scale")(options.talking(commanding.scale))
+app.command("endpoint")(options.talking(endpointing.endpoint))
+app.command("check")(options.talking(checking.check))
+app.command("watch")(options.talking(watching.watch))
+app.command("doctor")(options.talking(doctoring.doctor))
+app.command("demo")(options.talking(demonstrating.demo))
+app.command("chaos")(options.talking(chaosing.chaos))
 app.add_typer(ledgering.app, name="ledger")
 
 
@@ -76,7 +86,7 @@ def exit_code(error: EvalfleetError) -> int:
     """The exit code that an error ends the command with."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
-    if isinstance(error, ConfigError | InvalidRequest | NotFound | Conflict):
+    if isinstance(error, ConfigError | InvalidRequest | NotFound | Conflict | Unauthorized | Forbidden):
         return USAGE
     return INTERNAL
 

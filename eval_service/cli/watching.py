@@ -17,7 +17,7 @@ import typer
 from eval_service.cli import options
 from eval_service.cli.draining import TIME_IS_UP
 from eval_service.cli.output import columns, print_json
-from eval_service.contract.errors import InvalidRequest, Unavailable
+from eval_service.contract.errors import InvalidRequest, RateLimited, Unavailable
 from eval_service.contract.names import check_run
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _follow(watcher: Watcher, *, once: bool, timeout_s: float | None, poll_s: fl
         try:
             watcher.turn()
             answered, heard = True, time.monotonic()
-        except Unavailable as exc:
+        except (Unavailable, RateLimited) as exc:
             _say(str(exc))
             if once and time.monotonic() - heard >= PATIENCE_S:
                 raise

@@ -16,12 +16,13 @@ import httpx
 from pydantic import BaseModel, RootModel, ValidationError
 
 from eval_service.contract.curves import DrainPage
-from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, Unavailable
+from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, RateLimited, Unavailable
 from eval_service.contract.names import check_run
 from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
 from eval_service.contract.serving import ServeRequest, ServingView
 from eval_service.contract.states import Reason
+from eval_service.contract.token import bearer, given_token
 from eval_service.contract.wire import (
     DispatchReply,
     DispatchRequest,
@@ -54,6 +55,7 @@ class EvalClient:
     Args:
         url: where the gateway listens, such as `http://127.0.0.1:8700`.
         timeout_s: of one short call; long polls add theirs.
+        token: None: the environment's, `EVALFLEET_TOKEN` or the file that `EVALFLEET_TOKEN_FILE` names, if any.
         transport: another httpx transport, for tests.
     """
 
@@ -67,7 +69,7 @@ class EvalClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = bearer(token if token is not None else given_token())
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._clock = clock
@@ -162,7 +164,7 @@ class EvalClient:
                     on_progress(receipt)
                 if self._clock() - asked_at < _PACE_S:
                     self._sleep(_PACE_S)  # it answered at once instead of holding the poll
-            except Unavailable:
+            except (Unavailable, RateLimited):
                 if self._clock() >= until:
                     raise
                 self._sleep(min(0.5, max(0.0, until - self._clock())))

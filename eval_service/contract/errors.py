@@ -4,7 +4,10 @@ EvalfleetError
 ├── InvalidRequest        422  a field of the request is wrong
 ├── NotFound              404  no such run, point, drain or group
 ├── Conflict              409  the same reservation with another path, or an end that can't be left so
+├── Unauthorized          401  no token, or none that the service knows
+├── Forbidden             403  the token's scope does not reach so far, or the request comes from another site's page
 ├── Busy                  429  backpressure: ask again
+│   └── RateLimited            more requests than anybody honest sends
 ├── Unavailable           503  the ledger can't be written, or the service can't be reached
 │   └── StoreUnavailable       an object store can't be reached, or does not answer in time
 ├── SnapshotFault         422  a snapshot directory that is not what it says
@@ -90,6 +93,26 @@ class Busy(EvalfleetError):
     status = 429
 
 
+class RateLimited(Busy):
+    """More requests than anybody honest sends; ask again after a second."""
+
+    code = "rate_limited"
+
+
+class Unauthorized(EvalfleetError):
+    """No token, or none that the service knows."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(EvalfleetError):
+    """The token's scope does not reach so far, or the request comes from another site's page."""
+
+    code = "forbidden"
+    status = 403
+
+
 class Unavailable(EvalfleetError):
     """The service, or its ledger, can't be reached now."""
 
@@ -142,6 +165,9 @@ BY_CODE: dict[str, type[EvalfleetError]] = {
         NotFound,
         Conflict,
         Busy,
+        RateLimited,
+        Unauthorized,
+        Forbidden,
         Unavailable,
         StoreUnavailable,
         SnapshotFault,

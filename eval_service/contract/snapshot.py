@@ -187,7 +187,12 @@ def model_files(directory: Path) -> list[Path]:
 def is_of_model(name: str) -> bool:
     """Whether a file of this name counts as part of a model that has no manifest."""
     beside = name.startswith(".") or name in names.BESIDE_THE_MODEL
-    return not beside and Path(name).suffix not in PICKLE_SUFFIXES
+    return not beside and not is_pickle(name)
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a file of this name is one that runs code when it is read; never opened."""
+    return Path(name).suffix.lower() in PICKLE_SUFFIXES
 
 
 def describe_directory(directory: Path, *, run: str, step: int, exporter: str = "described") -> Manifest:

@@ -26,6 +26,11 @@ def _run(value: str) -> str:
         raise ValueError(str(exc)) from exc
 
 
+def _without_nul(value: str) -> str:
+    return value.replace("\0", "\N{REPLACEMENT CHARACTER}")  # not every ledger can hold one
+
+
+Text = Annotated[str, AfterValidator(_without_nul)]
 RunName = Annotated[str, AfterValidator(_run)]
 Step = Annotated[int, Field(ge=0, le=10**12)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -253,7 +258,7 @@ class PointReport(Wire):
     """`POST /points/{id}/report`: a reserved point gets no snapshot, since its export failed or never had its turn."""
 
     reason: Literal[Reason.EXPORT_FAILED, Reason.BUSY] = Reason.EXPORT_FAILED
-    detail: str = Field(default="", max_length=4000)
+    detail: Text = Field(default="", max_length=4000)
 
 
 class LeftPoint(Wire):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eval_service.contract.errors import Unavailable
@@ -56,6 +56,7 @@ class Parts:
     database: Database
     lock: Lock
     node: str | None = None  # where it runs, if engines may be on other nodes
+    lane_key: str | None = field(default=None, repr=False)  # what lm-eval's processes bring to the proxy
 
 
 class Acting:
@@ -138,7 +139,7 @@ class Acting:
     def _serve_through(self, board: Board, wake: Callable[[], None]) -> None:
         """Lanes of the proxy: those that people ask for, and those of lm-eval's tasks."""
         slots, patience_s = self._parts.config.groups[EVAL_GROUP].server_concurrency, self._service.point_timeout_s / 2
-        self._proxied = proxied_parts(self._parts.config, board)
+        self._proxied = proxied_parts(self._parts.config, board, self._parts.lane_key)
         servings = ServingMoves(self._parts.database, self._moves.epoch)
         served = ServedParts(self.fleet, board, self._costs, slots, wake, self._clock)
         self.serving = Serving(served, servings, self._ledger, self._pins, patience_s=patience_s)

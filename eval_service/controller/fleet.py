@@ -13,11 +13,12 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
 
-from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView
+from eval_service.contract.wire import EngineState, FleetView
+from eval_service.controller.engines import Engine, Good, Sent
+from eval_service.controller.fleet_view import fleet_view
 from eval_service.controller.sizing import Size
 from eval_service.controller.throughput import Throughput
 from eval_service.engine.addresses import is_loopback
@@ -28,7 +29,6 @@ from eval_service.engine.protocol import (
     CommandResult,
     EngineReport,
     PinError,
-    PinEvidence,
     PinOrder,
 )
 from eval_service.fleet_config import GroupConfig
@@ -38,86 +38,6 @@ QUARANTINE_S = 30.0  # then the engine is started anew; doubled each time that i
 MAX_QUARANTINE_S = 900.0
 MAX_USELESS = 3  # answers that were no use, of one boot of an engine whose pins were proven
 LEASED_KINDS = ("pinned", "attached")
-
-
-@dataclass(frozen=True, slots=True)
-class Good:
-    """What an engine was seen to hold, proven."""
-
-    order: PinOrder
-    evidence: PinEvidence
-
-
-@dataclass(slots=True, eq=False)
-class Sent:
-    """A command on its way or at work."""
-
-    command: Command
-    result: asyncio.Future[CommandResult]
-    handed: bool = False  # a poll's answer carried it
-    taken: bool = False  # the replica says that it has it
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """What is known of one engine."""
-
-    report: EngineReport
-    heard_at: float
-    heard_wall: float
-    point: str | None = None
-    pinned: PinOrder | None = None
-    last_good: Good | None = None
-    quarantined: str | None = None
-    retry_at: float = 0.0
-    strikes: int = 0  # quarantines since it was last proven
-    useless: int = 0
-    lost: bool = False
-    released: bool = False
-    sent: dict[str, Sent] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def id(self) -> str:
-        """The replica's tag."""
-        return self.report.engine
-
-    @property
-    def ready(self) -> bool:
-        """It serves, and may be leased or pinned."""
-        return not self.lost and self.quarantined is None and self.report.state is EngineState.READY
-
-    @property
-    def hopeful(self) -> bool:
-        """It is there, if not ready now."""
-        return not self.lost and self.quarantined is None and self.report.state is not EngineState.LEAVING
-
-    @property
-    def free(self) -> bool:
-        """It may be leased: it is ready, nobody's, and has nothing left to do."""
-        return self.ready and self.point is None and not self.sent
-
-    @property
-    def state(self) -> EngineState:
-        """What it is doing, as shown."""
-        if self.lost:
-            return EngineState.LOST
-        if self.quarantined is not None:
-            return EngineState.QUARANTINED
-        return EngineState.PINNING if self.sent and self.ready else self.report.state
-
-    def next_command(self) -> Command | None:
-        """The first command that the replica does not have."""
-        for sent in self.sent.values():
-            if not sent.taken:
-                sent.handed = True
-                return sent.command
-        return None
-
-    def touch(self) -> None:
-        """Something about it changed: wake who waits for that."""
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 class Fleet:
@@ -371,52 +291,8 @@ class Fleet:
 
     def view(self, in_flight: Callable[[str], int], sizes: Mapping[str, Size] | None = None) -> FleetView:
         """What `GET /fleet` shows; where no sizes were decided, those of the config."""
-        known = sizes or {name: Size(group.desired, "config") for name, group in self.groups.items()}
-        groups = (self._group_view(name, group, in_flight, known[name]) for name, group in self.groups.items())
-        return FleetView(groups=tuple(groups), seen_at=None)
-
-    def _group_view(self, name: str, group: GroupConfig, in_flight: Callable[[str], int], size: Size) -> GroupView:
-        engines = tuple(
-            _engine_view(engine, in_flight(engine.id), self.throughput.per_s(engine.id))
-            for engine in sorted(self.engines.values(), key=lambda engine: engine.id)
-            if engine.report.group == name
-        )
-        return GroupView(
-            name=name,
-            kind=group.kind,
-            grade=group.grade,
-            desired=size.engines,
-            actual=sum(engine.state is not EngineState.LOST for engine in engines),
-            least=group.desired if group.kind == "attached" else group.bounds[0],
-            most=group.desired if group.kind == "attached" else group.bounds[1],
-            sized_by=size.by,
-            ready=sum(engine.state in (EngineState.READY, EngineState.PINNING) for engine in engines),
-            engines=engines,
-        )
+        return fleet_view(self.groups, self.engines.values(), self.throughput.per_s, in_flight, sizes)
 
 
 def _died(command: str, detail: str) -> CommandResult:
     return CommandResult(command, ok=False, error=PinError.DIED, detail=detail)
-
-
-def _engine_view(engine: Engine, in_flight: int, tokens_per_s: float) -> EngineView:
-    report = engine.report
-    return EngineView(
-        id=engine.id,
-        group=report.group,
-        state=engine.state,
-        detail=engine.quarantined or report.detail,
-        url=report.url,
-        node=report.node,
-        nonce=report.nonce,
-        server_pid=report.server_pid,
-        supervisor_pid=report.supervisor_pid,
-        replica_pid=report.replica_pid,
-        snapshot=engine.pinned.manifest.digest if engine.pinned else None,
-        weight_version=engine.pinned.weight_version if engine.pinned else None,
-        point=engine.point,
-        in_flight=in_flight,
-        tokens_per_s=tokens_per_s,
-        restarts=report.restarts,
-        heard_at=engine.heard_wall,
-    )

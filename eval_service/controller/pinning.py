@@ -22,7 +22,8 @@ from pathlib import Path
 
 from eval_service.contract.states import PinProof
 from eval_service.controller.db import DaemonThreads
-from eval_service.controller.fleet import Fleet, Good
+from eval_service.controller.engines import Good
+from eval_service.controller.fleet import Fleet
 from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2

@@ -7,7 +7,6 @@ that the proxy may still send to is leased to nobody (`Board.holds`). Pins, leas
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ class ProxiedParts:
 
     board: Board
     url: str
-    key: str | None
+    key: str | None = field(repr=False)
     slots: int
     logs: Path
 
@@ -199,11 +198,10 @@ class ProxiedLane(Lane):
         }
 
 
-def proxied_parts(config: FleetConfig, board: Board) -> ProxiedParts:
+def proxied_parts(config: FleetConfig, board: Board, key: str | None) -> ProxiedParts:
     """As the fleet's file has them."""
     service = config.service
     host = service.proxy_host or service.host
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    key = os.environ.get(service.proxy_api_key_env) if service.proxy_api_key_env else None
     slots = config.groups[EVAL_GROUP].server_concurrency
     return ProxiedParts(board, f"http://{host}:{service.proxy_port}", key, slots, service.state_dir / "logs")

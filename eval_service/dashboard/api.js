@@ -1,5 +1,7 @@
 // The service's API: JSON from the host that served this page, and from no other.
 
+import { headers, refused } from "./token.js";
+
 export class Fault extends Error {}
 
 /** The path with its parameters, as a link relative to the page. */
@@ -15,13 +17,14 @@ export function path(parts, params = {}) {
 export async function get(url, signal) {
   let response;
   try {
-    response = await fetch(url, { signal, headers: { accept: "application/json" } });
+    response = await fetch(url, { signal, headers: headers({ accept: "application/json" }) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Fault("The service can't be reached.");
   }
   const body = await response.json().catch(() => null);
   if (response.ok) return body;
+  if (response.status === 401) refused();
   const told = body?.error;
   throw new Fault(told ? `${told.message}${told.hint ? ` (${told.hint})` : ""}` : `The service answered ${response.status}.`);
 }

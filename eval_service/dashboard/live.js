@@ -1,5 +1,7 @@
 // What happens, as it happens: one event stream for the whole dashboard (docs/events.md).
 
+import { headers, isWanted, known, refused } from "./token.js";
+
 const EVERY_MS = 1000; // a page is made anew at most this often, however much happens
 const KINDS = ["point", "drain", "fleet"];
 
@@ -29,11 +31,46 @@ export function follow(onEvents, onState) {
     };
     source.onerror = () => {
       onState("not connected");
-      if (source.readyState === EventSource.CLOSED) setTimeout(start, 5000);
+      if (source.readyState === EventSource.CLOSED && !isWanted()) setTimeout(start, 5000);
     };
     for (const kind of KINDS) source.addEventListener(kind, (event) => take(kind, JSON.parse(event.data)));
     for (const kind of ["reset", "dropped"]) source.addEventListener(kind, () => take("reset", {}));
     addEventListener("pagehide", () => source.close(), { once: true });
   };
-  start();
+  if (known()) read(take, onState);
+  else start();
+}
+
+/** The same under a token, which an EventSource can't send. */
+async function read(take, onState, after = null, again = false) {
+  const left = new AbortController();
+  addEventListener("pagehide", () => left.abort(), { once: true });
+  try {
+    const more = after === null ? {} : { "last-event-id": after };
+    const answer = await fetch("events", { headers: headers(more), signal: left.signal, cache: "no-store" });
+    if (answer.status === 401) return refused();
+    if (!answer.ok) throw new Error(`${answer.status}`);
+    onState("live");
+    if (again) take("reset", {});
+    let text = "";
+    const decoder = new TextDecoder();
+    for (let reader = answer.body.getReader(), part; !(part = await reader.read()).done; ) {
+      text += decoder.decode(part.value, { stream: true });
+      const frames = text.split("\n\n");
+      text = frames.pop();
+      for (const frame of frames) after = tell(frame, take) ?? after;
+    }
+  } catch (error) {
+    if (left.signal.aborted) return;
+  }
+  onState("not connected");
+  setTimeout(() => read(take, onState, after, true), 2000);
+}
+
+/** One frame's event; returns its number, if it has one. */
+function tell(frame, take) {
+  const lines = Object.fromEntries(frame.split("\n").map((line) => [line.split(": ", 1)[0], line.slice(line.indexOf(": ") + 2)]));
+  if (KINDS.includes(lines.event)) take(lines.event, JSON.parse(lines.data));
+  else if (lines.event) take("reset", {});
+  return lines.id;
 }

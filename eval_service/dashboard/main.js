@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { follow } from "./live.js";
 import { here } from "./place.js";
+import { ask, openWithToken } from "./token.js";
 import { mount as compare } from "./pages/compare.js";
 import { mount as drain, mountAll as drains } from "./pages/drains.js";
 import { mount as fleet } from "./pages/fleet.js";
@@ -97,6 +98,8 @@ byId("theme").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dispatchEvent(new Event("themechange")));
 byId("skip").addEventListener("click", () => byId("main").focus());
 addEventListener("hashchange", go);
+ask(byId("token"));
+for (const id of ["twin", "document"]) byId(id).addEventListener("click", openWithToken);
 
 async function look() {
   const status = await get("status").catch(() => null);

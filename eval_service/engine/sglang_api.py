@@ -143,6 +143,7 @@ class SglangApi:
                 json=body,
                 headers={"authorization": f"Bearer {key}"},
                 timeout=aiohttp.ClientTimeout(total=limit_s),
+                allow_redirects=False,  # the key is for this engine, and no other
             ) as answer:
                 text = await answer.text()
                 status = answer.status

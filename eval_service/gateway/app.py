@@ -1,36 +1,40 @@
 """Builds the FastAPI application. It knows the ledger and a best-effort way to wake the controller; nothing of Ray.
 
 Invariants: no request reads or hashes a snapshot; every error is the one envelope; a body over `MAX_BODY_BYTES` is
-refused before it is read; no controller need be alive for a dispatch to be answered.
+refused before it is read; no controller need be alive for a dispatch to be answered; whoever may not ask is refused
+before anything else is looked at (`guard.py`). There is no page of documentation: it would load another host's scripts
+into the origin whose storage holds a reader's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
 from eval_service.gateway import dashboard, dispatch, drains, events, operations, points, runs, servings
+from eval_service.gateway.bodies import BODY_S, BodyLimit
+from eval_service.gateway.envelopes import envelope, refusal
+from eval_service.gateway.guard import Guard
 from eval_service.gateway.services import Services
 
-MAX_BODY_BYTES = 1 << 20
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+# Only so that the document says it: who may ask is decided before (`guard.py`).
+_TOKEN = HTTPBearer(scheme_name="token", description="where the service wants one", auto_error=False)
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
 
 
-def build_app(services: Services) -> FastAPI:
+def build_app(services: Services, *, body_s: float = BODY_S) -> FastAPI:
     """The application, with every route and the error envelope."""
     app = FastAPI(
         title="Evalfleet",
         version=services.version,
         description="Evaluates every checkpoint of a training run while the run goes on.",
-        dependencies=[Depends(_check_query)],
+        dependencies=[Depends(_check_query), Depends(_TOKEN)],
         responses={"default": {"model": ErrorEnvelope, "description": "any error"}},
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.services = services
     for module in (dashboard, dispatch, drains, runs, points, servings, events, operations):
@@ -39,18 +43,14 @@ def build_app(services: Services) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(_BodyLimit)
+    app.add_middleware(BodyLimit, body_s=body_s)
+    app.add_middleware(Guard, access=services.access)
     return app
-
-
-def _envelope(status: int, body: ErrorBody, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(ErrorEnvelope(error=body).model_dump(exclude_none=True), status_code=status, headers=headers)
 
 
 async def _on_error(_request: Request, exc: Exception) -> Response:
     assert isinstance(exc, EvalfleetError)
-    headers = {"retry-after": "1"} if exc.status in (429, 503) else None
-    return _envelope(exc.status, exc.envelope().error, headers)
+    return refusal(exc)
 
 
 async def _on_invalid(_request: Request, exc: Exception) -> Response:
@@ -66,18 +66,23 @@ async def _on_invalid(_request: Request, exc: Exception) -> Response:
         field=".".join(where) or None,
         hint="remove it; /openapi.json lists the fields" if unknown else None,
     )
-    return _envelope(422, body)
+    return envelope(422, body)
 
 
 async def _on_http(_request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    if exc.status_code == 400:  # FastAPI's, of a body that can't even be decoded; like any other that is no such object
+        body = ErrorBody(code=InvalidRequest.code, message="the body can't be read", hint="send JSON in UTF-8")
+        return envelope(InvalidRequest.status, body)
     code = _CODES.get(exc.status_code, "http_error")
-    return _envelope(exc.status_code, ErrorBody(code=code, message=str(exc.detail)))
+    # Of what is refused while its body still comes nothing more is wanted.
+    headers = {"connection": "close"} if exc.status_code in (408, 413) else None
+    return envelope(exc.status_code, ErrorBody(code=code, message=str(exc.detail)), headers)
 
 
 async def _on_bug(_request: Request, exc: Exception) -> Response:
     """Starlette writes the traceback to the log; the caller gets its name."""
-    return _envelope(500, ErrorBody(code="internal", message=f"{type(exc).__name__}; the service's log has the rest"))
+    return envelope(500, ErrorBody(code="internal", message=f"{type(exc).__name__}; the service's log has the rest"))
 
 
 async def _check_query(request: Request) -> None:
@@ -88,38 +93,3 @@ async def _check_query(request: Request) -> None:
         if name not in known:
             hint = f"there is: {', '.join(known)}" if known else "this route has none"
             raise InvalidRequest("unknown query parameter", field=name, hint=hint)
-
-
-@dataclass
-class _BodyLimit:
-    """Refuses a body that is too large, by its declared or its actual length."""
-
-    app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
-            await _too_large()(scope, receive, send)
-            return
-        await self.app(scope, _counted(receive), send)
-
-
-def _too_large() -> JSONResponse:
-    return _envelope(413, ErrorBody(code="too_large", message=f"a body may have {MAX_BODY_BYTES} bytes"))
-
-
-def _counted(receive: Receive) -> Callable[[], Awaitable[Message]]:
-    seen = 0
-
-    async def counted() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body may have {MAX_BODY_BYTES} bytes")
-        return message
-
-    return counted

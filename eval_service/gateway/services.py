@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar, cast
 from fastapi import Depends, Request, Response
 from sqlalchemy import Connection
 
+from eval_service.access.keyring import Access
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.endpoint import Endpoint
 from eval_service.gateway.feed import Feed
@@ -38,6 +39,7 @@ class Services:
     Args:
         wake: tells the controller that there is something to do; it must not block, and may do nothing.
         proxy_address: host and port of the proxy, if there is one.
+        access: who may ask for what; None: anybody for everything.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Services:
         wake: Callable[[], None],
         groups: Mapping[str, GroupConfig],
         proxy_address: tuple[str, int] | None = None,
+        access: Access | None = None,
     ) -> None:
         self._remote = database.remote
         self.intents = Intents(database, bounds)
@@ -58,6 +61,7 @@ class Services:
         self.advisor = Advisor(database)
         self.curves = Curves(database)
         self.endpoint = Endpoint(Servings(database), *proxy_address) if proxy_address is not None else None
+        self.access = access or Access()
         self.version = version
         self.wake = wake
         self.storage = Storage()

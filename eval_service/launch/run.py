@@ -19,9 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Protocol
 
+from eval_service.access.config import Scope, TokenConfig
+from eval_service.access.keyring import HASHED, plain_tokens
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError, EvalfleetError, Unavailable
 from eval_service.contract.states import PointState
+from eval_service.contract.token import VARIABLE, given_token
 from eval_service.contract.wire import EngineState, OnTimeout
 from eval_service.fleet_config import EVAL_GROUP
 from eval_service.launch.layout import VISIBLE
@@ -114,6 +117,7 @@ class Launch:
     died_at: float | None = None  # when the service was seen to have ended before the trainer
     swept: bool = False
     url: str | None = None
+    token: str | None = field(default=None, repr=False)  # ours and the trainer's
 
     def run(self) -> int:
         """Start both, and stay until the trainer has ended; then see to what it has left."""
@@ -149,7 +153,8 @@ class Launch:
                 env={VISIBLE: ",".join(self.plan.layout.fleet_gpus)},
                 output=output,
             )
-        with EvalClient(service.url) as client:
+        self.token = _token_for(service.fleet.tokens)
+        with EvalClient(service.url, token=self.token) as client:
             self._await_service(client, self.service, log)
             if self.plan.shares:
                 self._await_engines(client, service)
@@ -193,6 +198,7 @@ class Launch:
             # As long as a drain takes, where one rank has died and the first is still waiting for its points.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(facts.drain_timeout_s + LINGER_S)),
             "EVALFLEET_URL": self.url or "",
+            **({VARIABLE: self.token} if self.token else {}),
         }
         say(f"starting the trainer: {facts.plan}")
         return self.start("trainer", ["trainer.ranks", *elastic, "-m", "trainer.main", *self.plan.trainer], env=env)
@@ -245,7 +251,7 @@ class Launch:
         """What becomes of points that have not ended, as `eval.on_timeout` says; not where we were asked to end."""
         if self.url is None or self.service is None or not self.plan.facts.evaluates:
             return
-        with EvalClient(self.url) as client, suppress(EvalfleetError):
+        with EvalClient(self.url, token=self.token) as client, suppress(EvalfleetError):
             if self.plan.facts.on_timeout is OnTimeout.ABORT and self.service.running:
                 client.drain(self.plan.facts.run, timeout_s=0.0, on_timeout=OnTimeout.ABORT)
             else:
@@ -292,6 +298,23 @@ class Launch:
                 return False
             self.signals.pause(LOOK_S)
         return True
+
+
+def _token_for(configs: Mapping[str, TokenConfig]) -> str | None:
+    """The environment's token, else the first of the fleet file's own that may dispatch.
+
+    Raises:
+        ConfigError: the service wants a token, and there is none to bring.
+    """
+    if (token := given_token()) is not None or not configs:
+        return token
+    for name, config in configs.items():
+        if config.scope.reaches(Scope.DISPATCH):
+            for text in plain_tokens(name, config, os.environ):
+                if not text.startswith(HASHED):
+                    return text
+    hint = f"put one that may dispatch into {VARIABLE}, or give fleet.toml one in plain text"
+    raise ConfigError("the service wants a token, and the launch has none", field="tokens", hint=hint)
 
 
 def _with_free_port(service: Service) -> Service:

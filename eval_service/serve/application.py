@@ -75,8 +75,10 @@ class GatewayDeployment:
         bounds = Bounds.of(settings.fleet, suites.keys(), functions_of(suites))
         self._loop = asyncio.get_running_loop()
         self._wakes, self._woke_at = False, self._loop.time()
-        groups, address = settings.fleet.groups, settings.proxy_address
-        self._services = services = Services(database, bounds, version("evalfleet"), self._wake, groups, address)
+        groups, address, access = settings.fleet.groups, settings.proxy_address, settings.access
+        self._services = services = Services(
+            database, bounds, version("evalfleet"), self._wake, groups, address, access
+        )
         self._http = HttpServer(lambda: build_app(services), service.host, service.port, grace_s=_HTTP_GRACE_S)
 
     async def check_health(self) -> None:
@@ -110,7 +112,8 @@ class ControllerDeployment:
         self._thread = LoopThread("controller")
         database = Database(settings.ledger)
         node = ray.util.get_node_ip_address() if settings.joined else None
-        parts = Parts(settings.fleet, load_suites(settings.suites), database, lock_of(settings.ledger), node)
+        suites, lock = load_suites(settings.suites), lock_of(settings.ledger)
+        parts = Parts(settings.fleet, suites, database, lock, node, settings.lane_key)
         self._controller = Controller(parts)
         self._running = asyncio.run_coroutine_threadsafe(self._controller.run(), self._thread.loop)
 

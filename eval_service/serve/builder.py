@@ -6,6 +6,8 @@ on some node of the cluster: the files have to be there under the same paths, as
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ def application(args: dict[str, Any]) -> Any:
         ConfigError: what can't work is refused before anything of it is placed.
     """
     given = validated(Args, args, Path("the Serve config's args"))
-    settings = Settings(overridden(load_fleet(given.fleet)), given.suites.resolve(), joined=True)
+    found = Settings.of(overridden(load_fleet(given.fleet)), given.suites.resolve(), os.environ)
+    settings = replace(found, joined=True)
     check(settings)
     return build(settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0))

@@ -17,6 +17,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from eval_service.contract.errors import Unavailable
+from eval_service.serve.bounded_protocol import HEAD_S, bounded
 from eval_service.serve.loop_thread import LoopThread
 
 _START_S = 10.0
@@ -31,14 +32,16 @@ class HttpServer:
         OSError: the address can't be had.
     """
 
-    def __init__(self, app: Callable[[], ASGIApp], host: str, port: int, *, grace_s: float) -> None:
+    def __init__(
+        self, app: Callable[[], ASGIApp], host: str, port: int, *, grace_s: float, head_s: float = HEAD_S
+    ) -> None:
         self._socket = _listen(host, port)
         self._grace_s = grace_s
         self._thread = LoopThread("http", uvloop.new_event_loop())
         config = uvicorn.Config(
             app,
             factory=True,
-            http="httptools",
+            http=bounded(head_s),
             ws="none",
             lifespan="off",
             access_log=False,

@@ -50,7 +50,7 @@ def serve_forever(
     fleet = overridden(load_fleet(fleet_path), host, port)
     if address is not None:
         _need_token(address)
-    settings = Settings(fleet, suites_path.resolve())
+    settings = Settings.of(fleet, suites_path.resolve(), os.environ)
     check(settings)
     if address is None:
         _check_port(fleet.service.host, fleet.service.port, "service.port")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from eval_service.access.config import Scope
+from eval_service.access.hosts import is_loopback
+from eval_service.access.keyring import Access, Keyring, digest_of, load_keyring
 from eval_service.contract.errors import ConfigError
+from eval_service.contract.token import FILE_VARIABLE, VARIABLE
 from eval_service.controller.board import LEASE_S
 from eval_service.engine.attached import keys_of
 from eval_service.engine.grades import resolve_grade
@@ -32,6 +37,31 @@ class Settings:
     fleet: FleetConfig
     suites: Path
     joined: bool = False  # a cluster that others started, which may have several nodes
+    keyring: Keyring = field(default_factory=Keyring)
+    lane_key: str | None = field(default=None, repr=False)  # what our own processes bring to the proxy
+
+    @classmethod
+    def of(cls, fleet: FleetConfig, suites: Path, environment: MutableMapping[str, str]) -> Settings:
+        """With the tokens read and hashed; a variable that held one is taken out of the environment, which every
+        process that is started from here would have.
+
+        Raises:
+            ConfigError: a token that is not there, or can't be one.
+        """
+        keyring = load_keyring(fleet.tokens, environment)
+        held = {token.token_env or VARIABLE for token in fleet.tokens.values()} | {VARIABLE, FILE_VARIABLE}
+        for name in held - {fleet.service.proxy_api_key_env}:
+            environment.pop(name, None)
+        guarded = bool(keyring) or fleet.service.proxy_api_key_env is not None
+        lane_key = secrets.token_urlsafe(32) if guarded else None
+        return cls(fleet, suites, keyring=keyring, lane_key=lane_key)
+
+    @property
+    def access(self) -> Access:
+        """Who may ask the gateway for what."""
+        service = self.fleet.service
+        local = is_loopback(service.host) and not self.keyring
+        return Access(self.keyring, service.public_read, local, service.requests_per_s)
 
     @property
     def ledger(self) -> str:
@@ -84,10 +114,11 @@ class Settings:
             raise ConfigError(
                 f"the environment variable {name} is not set", field="service.proxy_api_key_env", hint=hint
             )
+        keys = (os.environ[name] if name is not None else None, self.lane_key)
         return ProxySettings(
             host=address[0],
             port=address[1],
-            api_key=os.environ[name] if name is not None else None,
+            keys=tuple(digest_of(key.encode()) for key in keys if key) + self.keyring.reaching(Scope.DISPATCH),
             lease_s=LEASE_S,
             handover_s=service.handover_s,
             limits=Limits(
@@ -122,6 +153,7 @@ def check(settings: Settings) -> None:
         ConfigError: a root or model that is not there, an unknown suite file, a ledger that can't be opened.
     """
     service = settings.fleet.service
+    check_exposure(settings)
     suites = load_suites(settings.suites)
     check_suites(suites, settings.fleet)
     check_served(suites, has_proxy=service.proxy_port is not None)
@@ -135,6 +167,29 @@ def check(settings: Settings) -> None:
     lock_of(settings.ledger)
     settings.keep_password()
     Database(settings.ledger).close()
+
+
+def check_exposure(settings: Settings) -> None:
+    """Refuse to listen beyond this host for anybody at all.
+
+    Raises:
+        ConfigError: no token, though others can reach the gateway or the proxy.
+    """
+    service, address = settings.fleet.service, settings.proxy_address
+    if service.allow_anonymous:
+        return
+    hint = "add [tokens.NAME] to fleet.toml (docs/security.md), or listen on 127.0.0.1"
+    if not is_loopback(service.host) and not settings.keyring:
+        raise ConfigError(
+            f"{service.host} is reached from beyond this host, and no token is set", field="service.host", hint=hint
+        )
+    if address is not None and not is_loopback(address[0]) and not (settings.proxy and settings.proxy.keys):
+        field = "service.host" if service.proxy_host is None else "service.proxy_host"
+        raise ConfigError(
+            f"the proxy is reached from beyond this host at {address[0]}, and no token is set",
+            field=field,
+            hint=f"{hint}; or set service.proxy_api_key_env",
+        )
 
 
 def check_suites(suites: Mapping[str, AnySuite], fleet: FleetConfig) -> None:

@@ -32,7 +32,13 @@ class Bureau:
                 name,
                 target,
                 self._deliveries,
-                Worker(kind, target, state_dir=state_dir, log=state_dir / "logs" / f"{name.replace(':', '-')}.log"),
+                Worker(
+                    kind,
+                    target,
+                    state_dir=state_dir,
+                    log=state_dir / "logs" / f"{name.replace(':', '-')}.log",
+                    networks=fleet.service.webhook_networks,
+                ),
             )
             for name, kind, target in targets(fleet)
         ]

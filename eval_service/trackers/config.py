@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eval_service.access.hosts import as_address, never_called
+
 TRACES = "traces"  # the name that traces are delivered under
 
 
@@ -78,6 +80,9 @@ class WebhookConfig(Target):
     @model_validator(mode="after")
     def _a_url(self) -> Self:
         _check_url("url", self.url)
+        address = as_address(urlsplit(self.url).hostname or "")
+        if address is not None and never_called(address):
+            raise ValueError(f"url: {address} is link-local or a metadata address; name the hook's own")
         return self
 
     @property

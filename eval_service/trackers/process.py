@@ -30,10 +30,12 @@ class Worker:
     Args:
         kind: one of `worker.SINKS`.
         log: what the library prints goes there.
+        networks: private ones that a webhook's name may lead to.
     """
 
-    def __init__(self, kind: str, target: Target, *, state_dir: Path, log: Path) -> None:
-        self._order = {"kind": kind, "config": target.model_dump(mode="json"), "state_dir": str(state_dir)}
+    def __init__(self, kind: str, target: Target, *, state_dir: Path, log: Path, networks: Sequence[str] = ()) -> None:
+        config = target.model_dump(mode="json") | ({"networks": list(networks)} if kind == "webhook" else {})
+        self._order = {"kind": kind, "config": config, "state_dir": str(state_dir)}
         self._names = secret_names(target)
         self._timeout_s = target.timeout_s
         self._log = log

@@ -35,9 +35,7 @@ async def serve(config: ProxyConfig) -> None:
     async with Router(config.router_limits()) as router:
         targets = Targets(router)
         targets.replace(config.table())
-        server = Server(
-            Service(router, targets, config.client_limits(), api_key=config.api_key), config.host, config.port
-        )
+        server = Server(Service(router, targets, config.client_limits(), keys=config.keys()), config.host, config.port)
         await server.start()
         print(f"listening on {config.host}:{server.port}", flush=True)
         watch = loop.create_task(_readmit(router, config))

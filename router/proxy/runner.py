@@ -26,7 +26,9 @@ class ProxySettings:
 
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = field(default=None, repr=False)  # what clients must bring, if anything
+    keys: tuple[bytes, ...] = field(
+        default=(), repr=False
+    )  # SHA-256 of those that clients may bring; none: anybody may ask
     lease_s: float = 5.0  # not told for so long, it serves nothing
     handover_s: float = 10.0  # for what is in flight on an upstream that leaves its target
     grace_s: float = 10.0  # for what is at work when it stops
@@ -42,7 +44,7 @@ class ProxyRunner:
         self._router = Router(settings.limits)
         targets = Targets(self._router)
         self._server = Server(
-            Service(self._router, targets, settings.clients, api_key=settings.api_key), settings.host, settings.port
+            Service(self._router, targets, settings.clients, keys=settings.keys), settings.host, settings.port
         )
         self._follower = Follower(
             source, targets, self._router, lease_s=settings.lease_s, handover_s=settings.handover_s

@@ -6,8 +6,10 @@ client sent as credentials stays here, and the upstream's are never sent to a cl
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
+from collections.abc import Collection
 from urllib.parse import unquote_to_bytes
 
 from router.errors import CutShort, NoTarget, RouterError
@@ -40,15 +42,15 @@ ROUTES: dict[bytes, bytes] = {
 
 
 class Service:
-    """What the proxy does with a request. `api_key`: what clients must bring, if anything."""
+    """What the proxy does with a request. `keys`: SHA-256 of those that clients may bring; none: anybody may ask."""
 
     def __init__(
-        self, router: Router, targets: Targets, limits: ProxyLimits | None = None, *, api_key: str | None = None
+        self, router: Router, targets: Targets, limits: ProxyLimits | None = None, *, keys: Collection[bytes] = ()
     ) -> None:
         self.limits = limits or ProxyLimits()
         self._router = router
         self._targets = targets
-        self._credentials = None if api_key is None else b"Bearer " + api_key.encode()
+        self._keys = tuple(keys)
 
     async def answer(self, request: ClientRequest, outlet: Outlet) -> Response | None:
         """The whole answer; None if it was passed on to `outlet`.
@@ -85,7 +87,12 @@ class Service:
         return Response(answer.status, passed_lines(answer.tail, answer.headers), answer.body)
 
     def _authorize(self, request: ClientRequest) -> None:
-        if self._credentials is None or hmac.compare_digest(request.authorization or b"", self._credentials):
+        if not self._keys:
+            return
+        scheme, _, key = (request.authorization or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(digest, one) for one in self._keys]  # all of them, always
+        if scheme.lower() == b"bearer" and any(known):
             return
         raise Refused(
             401,

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
-from eval_service.contract.errors import InvalidRequest
+from eval_service.contract.client import EvalClient
+from eval_service.contract.errors import Forbidden, InvalidRequest
 from eval_service.contract.states import PointState
+from eval_service.contract.token import bearer
 from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, RunSpec, Source
-from tests.support.live import DONE, PROMPTS, Live, serving, wait_for
+from tests.support.live import DONE, PROMPTS, SUITE, Live, serving, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+# All that the service of this module is told in confidence.
+SECRETS = {f"EVALFLEET_TEST_{name}": f"{name.lower()}-{uuid.uuid4().hex}" for name in ("OPS", "LOOK", "HOOK", "LANES")}
+SERVICE = """
+webhook_hosts = ["127.0.0.1:9"]
+proxy_api_key_env = "EVALFLEET_TEST_LANES"
+"""
+TOKENS = """
+[tokens.ops]
+scope = "admin"
+token_env = "EVALFLEET_TEST_OPS"
+
+[tokens.look]
+scope = "read"
+token_file = "look.token"
+
+[webhooks.chat]
+url = "http://127.0.0.1:9/hook"
+secret_env = "EVALFLEET_TEST_HOOK"
+"""
 SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
 
 
@@ -21,7 +48,15 @@ SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service of its own with up to four fake engines, each slow enough to be caught at work."""
     base = Path(tmp_path_factory.mktemp("fakes"))
-    with serving(base, grade="fake", bounds="[1, 4]", more=SLOW) as service:
+    (base / "look.token").write_text(SECRETS["EVALFLEET_TEST_LOOK"])
+    shape = {"grade": "fake", "bounds": "[1, 4]", "settings": SERVICE, "more": SLOW + TOKENS}
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, secret in SECRETS.items():
+                if name != "EVALFLEET_TEST_LOOK":
+                    patch.setenv(name, secret)
+            patch.setenv("EVALFLEET_TOKEN", SECRETS["EVALFLEET_TEST_OPS"])
+            service = stack.enter_context(serving(base, **shape))
         yield service
 
 
@@ -88,6 +123,52 @@ def test_points_under_way_lose_nothing_while_engines_come_and_go(fakes: Live) ->
         assert len({sample.index for sample in samples}) == len(samples) == PROMPTS
         assert not any(sample.error for sample in samples)
         assert {sample.weight_version for sample in samples} == {point.weight_version}
+
+
+def processes_of(live: Live) -> tuple[set[str], set[str]]:
+    """Command lines, and the values of variables, of all that the service has started."""
+    lines, values = set(), set()
+    for one in psutil.Process(live.child.process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            lines.add(" ".join(one.cmdline()))
+            values |= set(one.environ().values())
+    return lines, values
+
+
+def content(path: Path) -> bytes:
+    """Of a file that may be going."""
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inherit(fakes: Live) -> None:
+    """Users find their keys in log files: whatever the service is told in confidence stays where it was put."""
+    ops, look = SECRETS["EVALFLEET_TEST_OPS"], SECRETS["EVALFLEET_TEST_LOOK"]
+    fakes.client.put_run("secret", RunSpec(root=str(fakes.root), suites=(SUITE,)))
+    dispatch(fakes, "secret", 0, SUITE)
+    assert [point.state for point in fakes.ended("secret", 1)] == [DONE]
+    serving = fakes.client.serve(fakes.points("secret")[0].id)
+    body = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
+    for token, status in ((ops, 200), (SECRETS["EVALFLEET_TEST_LANES"], 200), (look, 401), ("", 401)):
+        asked = httpx.post(f"{serving.url}/generate", json=body, headers=bearer(token or None), timeout=60.0)
+        assert asked.status_code == status
+    assert fakes.http.get("/runs").status_code == 401
+    assert fakes.http.get("/runs", headers=bearer(look)).status_code == 200
+    with EvalClient(fakes.url, token=look) as reader, pytest.raises(Forbidden):
+        reader.pause("secret")
+    command = [sys.executable, "-m", "eval_service.cli.main", "runs", "--url", fakes.url, "--token"]
+    ran = [subprocess.run([*command, token], capture_output=True, text=True, timeout=60) for token in (ops, look + "x")]  # noqa: PLW1510
+    assert [one.returncode for one in ran] == [0, 2]
+    lines, inherited = processes_of(fakes)
+    assert not inherited & {ops, look}
+    rays = {Path(found) for line in lines for found in re.findall(r"(/[^\s=:]*/evalfleet-[^/\s]+)/", line)}
+    assert rays
+    files = [path for place in (fakes.base, *rays) for path in place.rglob("*") if path.is_file()]
+    assert {"ledger.db", "service.log", "gcs_server.out"} <= {path.name for path in files}
+    written = b"".join(content(path) for path in files if path.name != "look.token")
+    told = written + "\n".join([*lines, *(one.stdout + one.stderr for one in ran)]).encode()
+    assert [name for name, secret in SECRETS.items() if secret.encode() in told] == []
 
 
 @pytest.mark.destructive

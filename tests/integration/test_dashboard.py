@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from eval_service.access.config import Scope
+from eval_service.access.keyring import Access, Keyring, Token, digest_of
 from tests.support.browser import chromium, find_chromium
 from tests.support.dashboard import ALARMED, BEST, FAULTY, HOSTILE, Stand, Watched
 
@@ -223,3 +225,29 @@ def test_the_pictures_of_the_docs(watched: Watched, stand: Stand) -> None:
         page = open_page(watched, stand, name)
         page.wait_for_load_state("load")
         page.screenshot(path=IMAGES / f"dashboard-{name}.png")
+
+
+def test_where_the_service_wants_a_token_the_page_asks_for_it_once(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    token = "the-token-of-this-test"
+    known = Keyring((Token("look", Scope.READ, (digest_of(token.encode()),)),))
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    with Stand(tmp_path_factory.mktemp("guarded"), Access(known)).serving() as guarded:
+        page = context.new_page()
+        page.goto(f"{guarded.url}/#/runs")
+        expect(page.locator("#fault")).to_contain_text("token")
+        page.fill("#token-field", token)
+        page.click("#token button")
+        page.locator("text=sft-letters-lr3e-5").first.wait_for()
+        expect(page.locator("#live")).to_have_text("live")
+        expect(page.locator("#token")).to_be_hidden()
+        page.goto(f"{guarded.url}/#/point/{guarded.points[1500]}")
+        expect(page.locator("#page")).to_contain_text("running")
+        guarded.finish(guarded.points[1500], 0.9)
+        expect(page.locator("#page")).to_contain_text("done")
+        page.click("#twin")
+        expect(page.locator("body")).to_contain_text('"state":"done"')
+        assert page.evaluate("location.protocol") == "blob:"
+    context.close()

@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from eval_service.access.keyring import Access
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
+from eval_service.gateway.bodies import BODY_S
 from eval_service.gateway.services import Services
 from tests.support.ledger import Ledger
 
@@ -31,13 +33,15 @@ class Api:
     woken: int = 0
     proxy_host: str | None = None
     url: str | None = None  # of the ledger; None: SQLite
+    access: Access | None = None
+    body_s: float = BODY_S
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
         self.ledger = ledger = Ledger(self.base, self.url)
         address = (self.proxy_host, 8710) if self.proxy_host else None
-        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address)
-        self.app: FastAPI = build_app(self.services)
+        self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address, self.access)
+        self.app: FastAPI = build_app(self.services, body_s=self.body_s)
 
     def _wake(self) -> None:
         self.woken += 1

@@ -35,7 +35,7 @@ from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, PointView, RunSpec, SampleView
 from eval_service.controller.acting import Parts
 from eval_service.controller.core import Controller
-from eval_service.controller.fleet import Engine
+from eval_service.controller.engines import Engine
 from eval_service.controller.lane import Lane
 from eval_service.controller.sizing import Sizes
 from eval_service.engine.attached import Attachment

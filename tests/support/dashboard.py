@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Page
 
+from eval_service.access.keyring import Access
 from eval_service.contract.results import Alarm, AlarmKind
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import DrainRequest, EngineState, FleetView, GroupView, Metric, PlannedPoint
@@ -35,13 +36,14 @@ class Stand:
     """A service at `url`; `points` are those of the run `sft-letters`, by step."""
 
     base: Path
+    access: Access | None = None
     api: Api = field(init=False)
     url: str = ""
     points: dict[int, str] = field(default_factory=dict)
     drain: str = ""
 
     def __post_init__(self) -> None:
-        self.api = Api(self.base, controller=False)
+        self.api = Api(self.base, controller=False, access=self.access)
         self.ledger = self.api.ledger
         self.ledger.clock.now = time.time() - 3600.0
         for run in ("sft-letters", "sft-letters-lr3e-5"):

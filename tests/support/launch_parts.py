@@ -28,7 +28,7 @@ def tell(event: str, **fields: Any) -> None:
 
 def seen() -> dict[str, Any]:
     """What a part is told by its environment."""
-    return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "EVALFLEET_URL")}
+    return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "EVALFLEET_URL", "EVALFLEET_TOKEN")}
 
 
 def sleeper() -> None:

@@ -48,6 +48,7 @@ class Live:
     family: Family
     grade: str = "sglang-cpu"
     bounds: str = f"[0, {ENGINES}]"  # of the engines
+    settings: str = ""  # further ones of the service
     more: str = ""  # of the fleet's file
     command: tuple[str, ...] = ()  # module and arguments; none: `evalfleet serve` with these files
     environment: dict[str, str] = field(default_factory=dict)
@@ -89,7 +90,8 @@ class Live:
             + json.dumps({"prompt": "beyond", "answer": "x", "ids": [1, 10**6]})
             + "\n"
         )
-        fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=str(self._by_work).lower())
+        by_work = str(self._by_work).lower()
+        fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=by_work, settings=self.settings)
         (self.base / "fleet.toml").write_text(fleet + self.more)
         shutil.copytree(EXAMPLES / "lm_tasks", self.base / "lm_tasks")
         harness = (EXAMPLES / "lm_eval.toml").read_text()
@@ -254,7 +256,7 @@ scan_interval_s = 2.0
 visibility_timeout_s = 2.0
 reservation_timeout_s = 60.0
 allow_code = true
-
+{settings}
 [groups.eval]
 grade = "{grade}"
 model = "model"

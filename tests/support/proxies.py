@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -51,7 +52,8 @@ async def proxied(
     """A proxy with one target, `lane`."""
     async with Router(limits) as router:
         targets = Targets(router)
-        async with Server(Service(router, targets, clients, api_key=api_key)) as server:
+        keys = () if api_key is None else (hashlib.sha256(api_key.encode()).digest(),)
+        async with Server(Service(router, targets, clients, keys=keys)) as server:
             made = Proxied(router, targets, server)
             made.tell(*upstreams, vocab_size=vocab_size)
             yield made

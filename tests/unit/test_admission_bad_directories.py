@@ -280,6 +280,23 @@ def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert "never opened" in (report.faults[0].hint or "")
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "model.PTH", "state.pkl"])
+def test_a_pickle_in_an_export_of_ours_is_refused_by_admission_and_doctor(published: Path, name: str) -> None:
+    (published / name).write_bytes(b"\x80\x04")
+    assert only_fault(examine(published)) == ("snapshot_unsafe", name)
+    assert ("snapshot_unsafe", name) in [(fault.code, fault.field) for fault in doctor.examine(published).faults]
+
+
+@pytest.mark.parametrize("source", [Source.STAGING, Source.REUSE, Source.CALLER])
+def test_a_pickle_that_a_manifest_lists_is_refused_whoever_wrote_it(published: Path, source: Source) -> None:
+    path = published / names.MANIFEST
+    listed = json.loads(path.read_text())
+    entry = {**listed["files"][0], "name": "weights.bin"}
+    path.write_text(json.dumps({**listed, "files": [*listed["files"], entry]}))
+    report = examine(published, source=source)
+    assert not report.ok
+
+
 def test_a_cheap_fault_saves_reading_the_bytes(tmp_path: Path, published: Path) -> None:
     a_bit_flipped(published)
     (published / names.COMPLETE).unlink()

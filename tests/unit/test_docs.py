@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from eval_service.access.config import TokenConfig
 from eval_service.cli import checking, draining, main
 from eval_service.fleet_config import FleetConfig, GroupConfig, ServiceConfig, load_fleet
 from eval_service.objects.config import ObjectsConfig
@@ -33,6 +34,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "`[groups.NAME]`": GroupConfig,
     "`[trackers.NAME]`": TrackerConfig,
     "`[webhooks.NAME]`": WebhookConfig,
+    "`[tokens.NAME]`": TokenConfig,
     "`[traces]`": TracesConfig,
     "`[objects]`": ObjectsConfig,
     "`[suites.NAME]`": SuiteConfig,
@@ -108,7 +110,14 @@ def options_of(name: str) -> Iterator[str]:
     command = found.commands[name]  # type: ignore[attr-defined]
     for parameter in command.params:
         for spelling in (*parameter.opts, *parameter.secondary_opts):
-            if spelling.startswith("--") and spelling not in ("--url", "--json", "--help", "--kill"):
+            if spelling.startswith("--") and spelling not in (
+                "--url",
+                "--token",
+                "--token-file",
+                "--json",
+                "--help",
+                "--kill",
+            ):
                 yield spelling.removeprefix("--")
 
 

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from eval_service.contract.errors import BY_CODE
-from eval_service.gateway.app import MAX_BODY_BYTES
+from eval_service.gateway.bodies import MAX_BODY_BYTES
 from tests.support.api import Api
 
 # The routes of the API, but for those that are still to come.

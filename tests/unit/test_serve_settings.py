@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eval_service.access.keyring import digest_of
 from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.store import parsed
@@ -34,7 +35,7 @@ def test_the_proxy_is_off_unless_it_has_a_port_and_listens_where_the_service_doe
     assert _settings("auto").proxy is None
     proxy = _settings("auto", proxy_port=8710).proxy
     assert proxy is not None
-    assert (proxy.host, proxy.port, proxy.api_key) == ("127.0.0.1", 8710, None)
+    assert (proxy.host, proxy.port, proxy.keys) == ("127.0.0.1", 8710, ())
     assert _settings("auto", proxy_port=1, proxy_host="0.0.0.0", host="10.0.0.1").proxy_address == ("0.0.0.0", 1)
 
 
@@ -44,7 +45,7 @@ def test_the_proxys_key_comes_from_the_environment_and_is_not_shown(monkeypatch:
         _ = settings.proxy
     monkeypatch.setenv("PROXY_KEY", "a-key-of-some-length")
     assert settings.proxy is not None
-    assert settings.proxy.api_key == "a-key-of-some-length"
+    assert settings.proxy.keys == (digest_of(b"a-key-of-some-length"),)
     assert "a-key" not in repr(settings.proxy)
 
 

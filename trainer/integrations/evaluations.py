@@ -23,7 +23,7 @@ from trainer.cadence import Point
 from trainer.drain import drain, summary
 from trainer.eval_hook import EvalHook
 from trainer.integrations.settings import HINT, Settings, settings
-from trainer.service_link import ServiceLink
+from trainer.service_link import ServiceLink, token_of
 from trainer.stager import Stager
 from trainer.steplog import StepLog
 from trainer.weights import Weights
@@ -63,7 +63,7 @@ class Evaluations:
         connect: makes the client of a URL, for tests.
     """
 
-    def __init__(self, *, connect: Callable[[str], EvalClient] = EvalClient, **keys: Any) -> None:
+    def __init__(self, *, connect: Callable[..., EvalClient] = EvalClient, **keys: Any) -> None:
         self.settings: Settings = settings(**keys)
         self.receipt: Receipt | None = None
         self._connect = connect
@@ -138,7 +138,7 @@ class _UnderWay:
     """From `start` to `end`."""
 
     def __init__(
-        self, config: Settings, weights: Callable[[bool], Weights], connect: Callable[[str], EvalClient]
+        self, config: Settings, weights: Callable[[bool], Weights], connect: Callable[..., EvalClient]
     ) -> None:
         self._config = config
         section = config.eval
@@ -151,7 +151,8 @@ class _UnderWay:
             raise ConfigError(
                 f"{exc.filename} can't be written: {exc.strerror}", field="output_dir", hint=HINT
             ) from exc
-        self._client = connect(section.url)
+        token = token_of(section)
+        self._client = connect(section.url) if token is None else connect(section.url, token=token)
         link = ServiceLink(config, self._client, self.log)
         try:
             link.check()
