@@ -1,4 +1,4 @@
-.PHONY: help setup demo chaos test check format clean
+.PHONY: help setup demo chaos machines test check format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -11,6 +11,9 @@ demo: setup  ## a model learns while every checkpoint is evaluated beside it (CP
 
 chaos: setup  ## the service on fake engines through 200 faults, and which promises it kept
 	@.venv/bin/evalfleet chaos --faults 200 $(ARGS)
+
+machines: setup  ## several nodes on this host: one is lost, then the head, and started again from a Serve config
+	@EVALFLEET_MACHINES=1 .venv/bin/python -m pytest tests/e2e/test_many_machines.py
 
 check: setup  ## lint, format, types, import rules
 	@scripts/check
