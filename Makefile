@@ -1,4 +1,4 @@
-.PHONY: help setup demo chaos soak test check format clean
+.PHONY: help setup demo chaos soak machines test check format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -14,6 +14,9 @@ chaos: setup  ## the service on fake engines through 200 faults, and which promi
 
 soak: setup  ## half an hour of engines that come and go: nothing is lost, no process grows (ARGS="--minutes 6")
 	@.venv/bin/python -m eval_service.chaos.soak $(ARGS)
+
+machines: setup  ## several nodes on this host: one is lost, then the head, and started again from a Serve config
+	@EVALFLEET_MACHINES=1 .venv/bin/python -m pytest tests/e2e/test_many_machines.py
 
 check: setup  ## lint, format, types, import rules
 	@scripts/check

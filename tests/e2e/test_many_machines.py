@@ -189,6 +189,7 @@ def test_a_node_lost_in_mid_point_costs_no_sample_and_leaves_no_process(machines
     wait_for(lambda: gone([victim.replica_pid, victim.server_pid, victim.supervisor_pid]), "its processes to end", 30)
 
 
+@pytest.mark.skipif("EVALFLEET_MACHINES" not in os.environ, reason="a second cluster takes a minute: make machines")
 def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_point_ends_once(
     machines: Machines,
 ) -> None:
