@@ -253,14 +253,14 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
     """What it boots with it holds without loading; and what was proven once is sound."""
 
     async def body() -> None:
-        async with stand_of(prompts=4).running(1, latency_s=0.2) as stand:
+        async with stand_of(prompts=400).running(1) as stand:
             await stand.until_ready()
-            for run in ("r", "q"):
-                stand.put_run(run)
+            stand.put_run("r")
+            stand.put_run("q", max_engines=1)
             suspect = stand.export("r", 1)
             if fault != "loads nothing":
                 await stand.until_done(stand.dispatch("r", 1, suspect))
-            await stand.turn("e0", latency_s=100.0)
+            await stand.turn("e0", latency_s=0.2)
             busy = stand.dispatch("q", 5)
             await stand.until(lambda: stand.lane(busy)._in_flight("e0"))
             stand.start_engine("bad", wrong_weights=fault == "loads nothing")
