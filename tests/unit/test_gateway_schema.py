@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +41,30 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
     return Api(tmp_path_factory.mktemp("schema"), access=Access(known), controller=False, proxy_host="127.0.0.1")
 
 
+def asking(operation: Any, headers: dict[str, str], point: str, statuses: set[int], most: int) -> Callable[[], None]:
+    """Makes requests of one operation, and checks their answers."""
+
+    @settings(
+        max_examples=most,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def call(case: Any) -> None:
+        # A run and a point that there are, now and then: else all would be 404.
+        for name, value in (("run", "r1"), ("id", point), ("a", point), ("b", point)):
+            if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 2:
+                case.path_parameters[name] = value
+        response = case.call(headers=headers)
+        statuses.add(response.status_code)
+        case.validate_response(response, checks=CHECKS)
+
+    return call
+
+
 @pytest.mark.parametrize("token", [TOKEN, None], ids=["with a token", "without"])
 def test_no_request_of_the_document_meets_a_fault_or_an_answer_that_it_does_not_have(
     api: Api, token: str | None, monkeypatch: pytest.MonkeyPatch
@@ -58,25 +83,7 @@ def test_no_request_of_the_document_meets_a_fault_or_an_answer_that_it_does_not_
             continue
         statuses: set[int] = set()
 
-        @settings(
-            max_examples=EXAMPLES if token else 3,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy())
-        def call(case: Any, statuses: set[int] = statuses) -> None:
-            # A run and a point that there are, now and then: else all would be 404.
-            for name, value in (("run", "r1"), ("id", point), ("a", point), ("b", point)):
-                if name in (case.path_parameters or {}) and len(str(case.path_parameters[name])) % 2:
-                    case.path_parameters[name] = value
-            response = case.call(headers=headers)
-            statuses.add(response.status_code)
-            case.validate_response(response, checks=CHECKS)
-
-        call()
+        asking(operation, headers, point, statuses, EXAMPLES if token else 3)()
         asked += 1
         if token is None and needed(operation.method.upper(), operation.path) is not None:
             assert statuses == {401}, operation.path
