@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +36,10 @@ ENDLESS = {"/events"}
 EXAMPLES = 10
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Api:
+@pytest.fixture
+def api(tmp_path: Path) -> Api:
     known = Keyring((Token("all", Scope.ADMIN, (digest_of(TOKEN.encode()),)),))
-    return Api(tmp_path_factory.mktemp("schema"), access=Access(known), controller=False, proxy_host="127.0.0.1")
+    return Api(tmp_path, access=Access(known), controller=False, proxy_host="127.0.0.1")
 
 
 def asking(operation: Any, headers: dict[str, str], point: str, statuses: set[int], most: int) -> Callable[[], None]:
@@ -60,7 +61,8 @@ def asking(operation: Any, headers: dict[str, str], point: str, statuses: set[in
                 case.path_parameters[name] = value
         response = case.call(headers=headers)
         statuses.add(response.status_code)
-        case.validate_response(response, checks=CHECKS)
+        away = response.status_code == 503 and response.json()["error"]["code"] == "unavailable"  # no controller acts
+        case.validate_response(response, checks=CHECKS[1:] if away else CHECKS)
 
     return call
 
@@ -86,7 +88,7 @@ def test_no_request_of_the_document_meets_a_fault_or_an_answer_that_it_does_not_
         asking(operation, headers, point, statuses, EXAMPLES if token else 3)()
         asked += 1
         if token is None and needed(operation.method.upper(), operation.path) is not None:
-            assert statuses == {401}, operation.path
+            assert statuses <= {401, 429}, operation.path  # who tries many tokens is bounded
         else:
             assert 401 not in statuses
     assert asked > 30

@@ -132,15 +132,3 @@ def test_a_controller_that_finds_nothing_to_do_takes_no_write_lock(tmp_path: Pat
     ledger.intents.begin_drain(DrainRequest(run="r1", timeout_s=60.0))
     with ledger.db.writing():
         assert ledger.look() == 0
-
-
-@pytest.mark.parametrize("index", ["points_by_run_state", "snapshots_on_storage"])
-def test_a_ledger_of_before_gets_the_indexes_that_it_lacks(tmp_path: Path, index: str) -> None:
-    ledger = Ledger(tmp_path)
-    query = f"SELECT count(*) FROM sqlite_master WHERE name = '{index}'"
-    with ledger.db.writing() as connection:
-        connection.exec_driver_sql(f"DROP INDEX {index}")
-    again = type(ledger.db)(ledger.db.url, clock=ledger.clock)
-    with again.reading() as connection:
-        assert connection.exec_driver_sql(query).scalar_one() == 1
-    again.close()
