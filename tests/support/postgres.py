@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._kept: dict[str, psycopg.Connection[Any]] = {}
         self.engines: dict[URL, Engine] = {}
+        self.opening = threading.Lock()
         self.made: set[str] = set()  # databases with an empty ledger in them
         self._run("initdb", "-D", str(self._data), "-U", "evalfleet", "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
 
@@ -147,7 +149,7 @@ def server() -> Iterator[Server]:
     finally:
         if made is not None:
             for engine in made.engines.values():
-                engine.dispose()
+                Engine.dispose(engine)
             made.end(signal.SIGQUIT)
         shutil.rmtree(base, ignore_errors=True)
 
@@ -161,9 +163,12 @@ def emptied(running: Server, database: str) -> Iterator[str]:
     opens = engines.open_engine
 
     def shared(url: URL, size: int) -> Engine:
-        if url not in running.engines:
-            running.engines[url] = opens(url, size)
-        return running.engines[url]
+        with running.opening:
+            if url not in running.engines:
+                running.engines[url] = engine = opens(url, size)
+                # One who is done with it takes no connection from the others: what they hold would never be closed.
+                engine.dispose = lambda close=True: None  # type: ignore[method-assign]
+            return running.engines[url]
 
     if database not in running.made:
         running.sql(f"CREATE DATABASE {database}")

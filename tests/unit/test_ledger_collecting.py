@@ -41,8 +41,8 @@ S = PointState
 
 
 @pytest.fixture
-def ledger(tmp_path: Path, database_url: str) -> Ledger:
-    ledger = Ledger(tmp_path, database_url)
+def ledger(tmp_path: Path) -> Ledger:
+    ledger = Ledger(tmp_path)
     ledger.put_run(max_in_flight=50, keep=0)
     return ledger
 
