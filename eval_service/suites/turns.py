@@ -82,5 +82,10 @@ class Turns:
         busy, lively = len(self._at_work), sum(now - caller.heard_at < STUCK_S for caller in self._at_work)
         if lively >= self._processes or busy >= self._processes + SPARE:
             return None
-        able = [turn for turn, caller in self._waiting.items() if busy < self._processes or not caller.at_work]
+        # Who was cancelled leaves `_waiting` only when its task runs again.
+        able = [
+            turn
+            for turn, caller in self._waiting.items()
+            if not turn.done() and (busy < self._processes or not caller.at_work)
+        ]
         return min(able, key=lambda turn: (self._waiting[turn].at_work, self._waiting[turn].served), default=None)

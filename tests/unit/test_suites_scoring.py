@@ -141,6 +141,19 @@ async def test_one_that_gives_up_as_its_turn_comes_gives_it_back() -> None:
     await asyncio.wait_for(turns.take(first), 5)
 
 
+async def test_one_that_gave_up_just_before_its_turn_came_takes_none() -> None:
+    turns, first, second = Turns(1), Caller(), Caller()
+    await turns.take(first)
+    leaves = asyncio.create_task(turns.take(second))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    turns.give_back(first)  # before the task of the other has run again
+    with pytest.raises(asyncio.CancelledError):
+        await leaves
+    assert second.at_work == 0
+    await asyncio.wait_for(turns.take(first), 5)
+
+
 async def test_a_process_that_died_idle_is_replaced_and_blames_nobody(pool: ScorerPool) -> None:
     [first] = await pool.score("pid", ["a"], [""])
     assert first.value is not None
