@@ -45,8 +45,10 @@ class Scratch:
     def make(cls, kind: Kind) -> Scratch:
         """A new one."""
         path = Path(tempfile.mkdtemp(prefix=kind))
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        coming = path / f"{_LOCK}.new"
+        lock = os.open(coming, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        coming.rename(path / _LOCK)  # whoever collects never sees it without its lock
         return cls(path, lock)
 
     def remove(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_what_is_held_or_young_or_nobodys_stays(place: Path) -> None:
     assert sorted(place.iterdir()) == sorted([held.path, young, theirs])
     held.remove()
     assert not held.path.exists()
+
+
+def test_what_is_being_made_is_not_collected(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process collects at the very moment between the lock's file and the lock."""
+    flock = fcntl.flock
+
+    def collected_before(handle: int, kind: int) -> None:
+        if not kind & fcntl.LOCK_NB:
+            collect()
+        flock(handle, kind)
+
+    monkeypatch.setattr("fcntl.flock", collected_before)
+    held = Scratch.make(Kind.RAY)
+    collect()
+    assert (held.path / ".lock").exists()
+    held.remove()
 
 
 def test_a_directory_is_empty_and_ends_with_its_context(place: Path) -> None:
