@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval_service.contract.errors import ConfigError, EvalfleetError, SnapshotFault
+from eval_service.contract.errors import ConfigError, EvalfleetError, SnapshotFault, StoreUnavailable
 from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.controller.run_threads import RunThreads
 from eval_service.fleet_config import ServiceConfig
@@ -224,6 +224,10 @@ class Housekeeping:
             manifest = await self._deletions.run(snapshot.run, look, timeout_s=SCAN_S)
         except (SnapshotFault, ConfigError):  # not there, or damaged: it is left alone
             return
+        except StoreUnavailable as exc:  # the run's other snapshots do not wait for it
+            log.warning("gc: step %d of %s: %s; it is tried again", snapshot.step, snapshot.run, exc)
+            self._collect_again()
+            return
         if await self._ledger(self._retention.describe, snapshot, manifest):
             self._collect = True
 
@@ -238,12 +242,12 @@ class Housekeeping:
             if is_url(deletion.path):
                 work = partial(collect_objects, deletion, self._places.cache.store, confirm)
             await self._deletions.run(place.run, work, timeout_s=DELETE_S)
-        except Refused as exc:
+        except (Refused, ConfigError) as exc:  # ConfigError: it lies in an object store, and there are none any more
             log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
             return True
         except TimeoutError:
             raise
-        except OSError as exc:
+        except (OSError, StoreUnavailable) as exc:
             log.warning("gc: step %d of %s: %s; it is tried again", deletion.step, deletion.run, exc)
             self._collect_again()
         return False

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
-from eval_service.contract.errors import NotFound
+from eval_service.contract.errors import NotFound, StoreUnavailable
 from eval_service.contract.names import (
     COMPLETE,
     DISPATCH,
@@ -34,6 +35,9 @@ from eval_service.gc.collect import Collected, collect
 from eval_service.gc.plan import Deletion
 from eval_service.intake import Known, Scan, scan_run
 from eval_service.ledger.moves import Facts
+from eval_service.ledger.schema import snapshots
+from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.places import Places
 from tests.support.ledger import Ledger, result
 from tests.support.tiny_snapshots import lay_out, publish, request, tiny
 
@@ -53,13 +57,16 @@ def tend(
     *,
     loading: Callable[[], frozenset[str]] = frozenset,
     pinned: Callable[[], frozenset[str]] = frozenset,
+    places: Places | None = None,
 ) -> None:
     """Let the housekeeping run until something is so."""
 
     async def work() -> None:
         thread = LedgerThread()
         service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
-        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread, loading=loading, pinned=pinned)
+        keeping = Housekeeping(
+            service, ledger.intents, ledger.retention, thread, loading=loading, pinned=pinned, places=places
+        )
         async with asyncio.timeout(30):
             while not until():
                 keeping.something_settled()
@@ -254,6 +261,27 @@ def test_a_deletion_that_the_file_system_refuses_keeps_no_other_from_being_done(
         tend(ledger, lambda: not second.path.exists())
     assert first.path.is_dir()
     assert "step 1 of r1" in caplog.text
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_an_object_store_that_is_away_or_no_longer_configured_keeps_no_directory_from_being_deleted(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    ledger.put_run(max_in_flight=50, keep=0, collect_objects=True)
+    first, second, best = (export(ledger, step) for step in (1, 2, 3))
+    for published, score in ((first, 0.1), (second, 0.2), (best, 0.9)):
+        done(ledger, published, score)
+    moved = update(snapshots).where(snapshots.c.step == 1).values(path=f"s3://bucket/r1/{first.path.name}")
+    with ledger.db.writing() as connection:
+        connection.execute(moved)
+
+    def away(*_: object) -> Collected:
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect_objects", away)
+    config = ObjectsConfig(prefixes=("s3://bucket",)) if configured else None
+    tend(ledger, lambda: ledger.snapshot(2)["deleted_at"] is not None, places=Places(config, ledger.base))
+    assert ledger.snapshot(1)["deleted_at"] is None
 
 
 def test_a_file_system_that_hangs_under_one_run_keeps_no_other_run_from_the_scan(
