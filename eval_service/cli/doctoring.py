@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -61,10 +60,10 @@ def _examined(snapshot: str) -> Iterator[Report]:
         yield admission.examine(Path(snapshot))
         return
     url = check_url(snapshot, "snapshot")
-    with tempfile.TemporaryDirectory(prefix="evalfleet-doctor-") as scratch:
+    with scratch(Kind.DOCTOR) as place:
         config = ObjectsConfig(prefixes=(parent_of(url),), cache_bytes=sys.maxsize)
         try:
-            lease = Places(config, Path(scratch)).hold(url, None)
+            lease = Places(config, place).hold(url, None)
         except SnapshotFault as exc:
             yield Report(Path(last_of(url)), None, None, (Fault.of(exc),))
             return

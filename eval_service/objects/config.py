@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from eval_service.contract.errors import ConfigError, InvalidRequest
 from eval_service.objects.urls import check_url, protocol_of
 
-_SECRET = re.compile(r"(?i)key|secret|token|passw|credential|^sas")
+_SECRET = re.compile(r"(?i)key|secret|token|passw|credential|^sas|connection_?str")
 
 
 class ObjectsConfig(BaseModel):

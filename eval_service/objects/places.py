@@ -102,4 +102,9 @@ class Places:
                 loop.call_soon_threadsafe(settle, lease, error)
 
         threading.Thread(target=work, name="objects", daemon=True).start()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:  # it came at the same moment
+                future.result().release()
+            raise

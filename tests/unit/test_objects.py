@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from eval_service.cli.doctoring import _examined as examined
 from eval_service.contract import names
 from eval_service.contract.errors import (
     ConfigError,
@@ -42,6 +43,7 @@ from eval_service.objects.config import ObjectsConfig
 from eval_service.objects.places import Places
 from eval_service.objects.store import ObjectStore, Until
 from eval_service.objects.upload import upload
+from eval_service.scratch import Kind, collect
 from tests.support.tiny_snapshots import publish, tiny
 
 WAIT_S = 20.0
@@ -126,7 +128,7 @@ def test_a_url_under_an_admitted_prefix_is_taken_as_it_is_written(tmp_path: Path
         bounds.as_written(url, "root")  # samples and outbox lie in a directory
 
 
-@pytest.mark.parametrize("name", ["secret", "key", "aws_session_token", "password", "account_key"])
+@pytest.mark.parametrize("name", ["secret", "key", "aws_session_token", "password", "account_key", "connection_string"])
 def test_a_secret_in_the_file_is_refused_and_the_way_by_variable_is_named(name: str) -> None:
     table = {"prefixes": ["s3://bucket/evals"], "options": {"s3": {"client_kwargs": {name: "hunter2"}}}}
     with pytest.raises(ValueError, match="options_env") as caught:
@@ -371,11 +373,52 @@ def test_a_pin_loads_from_the_nodes_cache_and_tells_what_is_not_sound(shop: Shop
     assert "snapshot_altered" in caught.value.detail
 
 
+def test_a_snapshot_that_comes_at_the_moment_in_which_its_waiter_gives_up_is_let_go_of(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would stay in the node's cache for as long as the process lives."""
+    there = upload(published.path, shop.prefix, store=shop)
+    places = Places(ObjectsConfig(prefixes=(shop.prefix,), attempts=1), shop.root)
+
+    async def wait() -> None:
+        async with places.near(there.url, there.manifest.digest):
+            pytest.fail("it was given up")
+
+    async def give_up() -> None:
+        loop, waits = asyncio.get_running_loop(), asyncio.create_task(wait())
+        made = loop.create_future()
+        made.add_done_callback(lambda _: waits.cancel())  # before the task that waits for it runs again
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "create_future", lambda: made)
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    asyncio.run(give_up())
+    assert places.cache.has(there.url, there.manifest.digest)
+    assert NodeCache(places.cache.directory, 1, shop).sweep() == 0
+
+
 def test_a_snapshot_larger_than_the_cache_is_refused_by_name(shop: Shop, tmp_path: Path) -> None:
     (one, *_), size = three(shop, tmp_path)
     with pytest.raises(SnapshotFault, match="cache holds") as caught:
         cache_of(shop, size // 2).hold(*one, soon())
     assert "cache_bytes" in (caught.value.hint or "")
+
+
+def test_what_the_doctor_fetches_is_known_for_its_own_also_where_it_is_killed(
+    shop: Shop, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with examined(there.url) as found:
+        assert found.ok
+        assert list(temporary.glob(f"{Kind.DOCTOR}*/.lock"))
+        collect()
+        assert found.directory.is_dir(), "it is in use"
+    assert list(temporary.iterdir()) == []
 
 
 # --- deletion
