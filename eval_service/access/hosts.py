@@ -10,6 +10,8 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 Resolve = Callable[[str, int], Sequence[str]]
 
+# Addresses of IPv4 behind a translator (RFC 6052), in the last 32 bits.
+_TRANSLATED = IPv6Network("64:ff9b::/96")
 # Where clouds tell an instance its own credentials, apart from link-local ones.
 _METADATA = frozenset(map(ip_address, ("169.254.169.254", "100.100.100.200", "fd00:ec2::254", "168.63.129.16")))
 
@@ -28,7 +30,11 @@ def as_address(host: str) -> Address | None:
         found = ip_address(host.strip("[]").split("%")[0])
     except ValueError:
         return None
-    return (found.ipv4_mapped or found.sixtofour or found) if isinstance(found, IPv6Address) else found
+    if not isinstance(found, IPv6Address):
+        return found
+    if found in _TRANSLATED:
+        return IPv4Address(int(found) & 0xFFFFFFFF)
+    return found.ipv4_mapped or found.sixtofour or found
 
 
 def never_called(address: Address) -> bool:

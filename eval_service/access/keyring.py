@@ -115,4 +115,7 @@ def load_keyring(configs: Mapping[str, TokenConfig], environment: Mapping[str, s
 def _digest(text: str, field: str) -> bytes:
     if hashed := _HASHED.fullmatch(text):
         return bytes.fromhex(hashed[1])
+    if text.lower().startswith(HASHED):  # taken as a token, it would let in whoever has read the file
+        hint = "sha256: and 64 digits of 0-9 a-f: printf %s TOKEN | sha256sum"
+        raise ConfigError("what follows sha256: is no hash", field=field, hint=hint)
     return digest_of(check_token(text, field).encode())

@@ -94,7 +94,7 @@ class Guard:
                 f"the service is not known as {name[:100]!r}", field="host", hint="use 127.0.0.1, or set tokens"
             )
         origin = headers.get("origin")
-        if not reads and origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if not reads and origin is not None and _place(origin) != headers.get("host"):
             raise Forbidden("another site's page may not do this", field="origin")
 
     def _count(self, name: str) -> None:
@@ -108,6 +108,14 @@ def _host(value: str) -> str:
     """The name in a Host header, without its port."""
     name, colon, port = value.rpartition(":")
     return value if not colon or not port.isdigit() or (":" in name and as_address(value) is not None) else name
+
+
+def _place(origin: str) -> str:
+    """The host of an Origin header; nothing where it is no URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _peer(scope: Scope) -> str:

@@ -26,6 +26,7 @@ from eval_service.contract.errors import ConfigError, Forbidden, RateLimited, Un
 from eval_service.contract.token import given_token
 from eval_service.fleet_config import FleetConfig
 from eval_service.launch.run import _token_for
+from eval_service.secrets_apart import without_secrets
 from eval_service.serve.settings import Settings, check_exposure
 from eval_service.trackers.sinks.to_webhook import Sink
 from router.proxy.config import load_config
@@ -144,6 +145,8 @@ def test_a_file_has_a_token_a_line_while_it_is_changed_and_may_hold_the_hash_alo
         ("short", "20 characters"),
         ("with spaces in the middle", "printable"),
         ("\u00e9" * 30, "printable"),
+        ("sha256:" + "A" * 64, "no hash"),
+        ("sha256:" + "a" * 63, "no hash"),
         ("", "holds no"),
     ],
 )
@@ -230,6 +233,7 @@ def test_without_tokens_no_page_of_another_site_gets_through(tmp_path: Path) -> 
     assert [status("GET", host=host) for host in ("127.0.0.1:8700", "localhost:1", "[::1]:8700", "[::1]")] == [200] * 4
     assert status("POST", host="127.0.0.1:8700", origin="https://evil.example") == 403
     assert status("POST", host="127.0.0.1:8700", origin="null") == 403
+    assert status("POST", host="127.0.0.1:8700", origin="http://[") == 403
     assert status("POST", host="127.0.0.1:8700", origin="http://127.0.0.1:8700") == 200
     assert status("POST", host="127.0.0.1:8700") == 200
 
@@ -314,6 +318,11 @@ def test_a_token_is_in_no_log_of_the_client(caplog: pytest.LogCaptureFixture, mo
     assert ADMIN not in caplog.text + str(caught.value) + repr(client)
 
 
+def test_others_code_is_kept_from_the_ledgers_password_too() -> None:
+    environment = {"PGPASSWORD": "x", "HF_TOKEN": "x", "RAY_AUTH_MODE": "token", "PGUSER": "us", "MONKEY": "m"}
+    assert without_secrets(environment) == {"PGUSER": "us", "MONKEY": "m"}
+
+
 # --- what the service calls
 
 
@@ -334,6 +343,8 @@ def leads_to(*addresses: str) -> Any:
         ("127.0.0.1",),
         ("::1",),
         ("::ffff:10.0.0.5",),
+        ("64:ff9b::10.0.0.5",),
+        ("64:ff9b::169.254.169.254",),
         ("fe80::1%eth0",),
         ("0.0.0.0",),
         ("93.184.215.14", "10.0.0.5"),
