@@ -26,6 +26,7 @@ from eval_service.contract.errors import ConfigError, Forbidden, RateLimited, Un
 from eval_service.contract.token import given_token
 from eval_service.fleet_config import FleetConfig
 from eval_service.launch.run import _token_for
+from eval_service.secrets_apart import without_secrets
 from eval_service.serve.settings import Settings, check_exposure
 from eval_service.trackers.sinks.to_webhook import Sink
 from router.proxy.config import load_config
@@ -427,3 +428,10 @@ def test_a_launch_takes_the_first_token_that_may_dispatch(tmp_path: Path, monkey
         _token_for({"look": configs["look"]})
     monkeypatch.setenv("EVALFLEET_TOKEN", ADMIN)
     assert _token_for(configs) == ADMIN
+
+
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "EVALFLEET_TOKEN_FILE", "RAY_AUTH_MODE"]
+)
+def test_what_opens_the_ledger_a_store_or_the_service_is_not_inherited_by_what_runs_others_code(name: str) -> None:
+    assert without_secrets({name: "x", "PATH": "/bin"}) == {"PATH": "/bin"}
