@@ -238,7 +238,7 @@ class Housekeeping:
             if is_url(deletion.path):
                 work = partial(collect_objects, deletion, self._places.cache.store, confirm)
             await self._deletions.run(place.run, work, timeout_s=DELETE_S)
-        except Refused as exc:
+        except (Refused, ConfigError) as exc:  # the latter: there are no object stores any more, or no key of one
             log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
             return True
         except TimeoutError:

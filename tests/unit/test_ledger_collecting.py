@@ -33,8 +33,10 @@ from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import Collected, collect
 from eval_service.gc.plan import Deletion
 from eval_service.intake import Known, Scan, scan_run
+from eval_service.ledger.bounds import Bounds
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.moves import Facts
-from tests.support.ledger import Ledger, result
+from tests.support.ledger import SUITES, Ledger, result
 from tests.support.tiny_snapshots import lay_out, publish, request, tiny
 
 S = PointState
@@ -181,6 +183,25 @@ def test_a_deleted_run_goes_with_its_results_and_leaves_what_is_a_callers(
     assert other.path.is_dir()
     assert ledger.views.run("r2").state == "active"
     assert list((ledger.root / "r1").iterdir()) == []
+
+
+def test_a_deleted_run_goes_where_its_object_store_was_taken_out_of_the_config(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = export(ledger, 1)
+    ledger.put_run(max_in_flight=50, keep=0, collect_objects=True)
+    ledger.intents = Intents(ledger.db, Bounds((ledger.root,), SUITES, objects=("s3://bucket/evals",)))
+    url = f"s3://bucket/evals/r1/{published.path.name}"
+    point = ledger.send(1, published.manifest.digest, snapshot=url).points[0].id
+    ledger.look()
+    ledger.moves.admit(ledger.snapshot(1)["id"], Facts(published.manifest, 32))
+    ledger.go(point, S.SCORING)
+    assert ledger.moves.finish(point, result(score=0.1))
+    ledger.orders.delete_run("r1")
+    ledger.look()
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: not ledger.retention.places())
+    assert "[objects]" in caplog.text
 
 
 def test_a_deleted_run_is_not_forgotten_while_a_snapshot_could_not_be_deleted(
