@@ -158,6 +158,12 @@ class Retention:
             )
             return connection.execute(free.values(deleting_at=self._db.clock())).rowcount > 0
 
+    def spare(self, snapshot: str) -> bool:
+        """Whether `deleted` would be true now; nothing is written."""
+        with self._db.acting(self._epoch) as connection:
+            claimed = select(snapshots.c.id).where(snapshots.c.id == snapshot, snapshots.c.deleting_at.is_not(None))
+            return connection.execute(claimed.where(~_to_come())).first() is not None
+
     def deleted(self, snapshot: str) -> bool:
         """It is gone for good; False where it was dispatched again, or an export that may find it began, meanwhile."""
         with self._db.acting(self._epoch) as connection:

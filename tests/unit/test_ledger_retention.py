@@ -197,3 +197,15 @@ def test_a_snapshot_in_an_object_store_needs_no_directory_of_the_same_name(ledge
     assert ledger.retention.needed("r1") == {}
     ledger.send(2)
     assert ledger.retention.needed("r1") == {ledger.path(2).name: True}
+
+
+def test_what_is_claimed_is_spare_until_its_step_is_exported_or_dispatched_again(ledger: Ledger) -> None:
+    for step in (1, 2):
+        done(ledger, step)
+        snapshot = ledger.snapshot(step)["id"]
+        assert not ledger.retention.spare(snapshot), "nobody has claimed it"
+        assert ledger.retention.claim(snapshot)
+        assert ledger.retention.spare(snapshot)
+        ledger.reserve(step) if step == 1 else ledger.send(step)
+        assert not ledger.retention.spare(snapshot)
+        assert not ledger.retention.deleted(snapshot)
