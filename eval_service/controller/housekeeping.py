@@ -240,9 +240,10 @@ class Housekeeping:
         try:
             work = partial(collect, deletion, place.root, confirm)
             if is_url(deletion.path):
-                work = partial(collect_objects, deletion, self._places.cache.store, confirm)
+                spare = partial(self._retention.spare, deletion.id)
+                work = partial(collect_objects, deletion, self._places.cache.store, spare, confirm)
             await self._deletions.run(place.run, work, timeout_s=DELETE_S)
-        except (Refused, ConfigError) as exc:  # ConfigError: it lies in an object store, and there are none any more
+        except (Refused, ConfigError) as exc:  # the latter: there are no object stores any more, or no key of one
             log.warning("gc: step %d of %s is left: %s", deletion.step, deletion.run, exc)
             return True
         except TimeoutError:

@@ -1,8 +1,8 @@
 """Deleting snapshots from an object store, under the guards that directories have: path, nonce and ledger must agree.
 
 The marker goes first, so that nobody takes half a snapshot for one, then the ledger is asked for the last time: one
-that was dispatched again meanwhile gets its marker back. The manifest goes last, so that a deletion that was cut short
-is known for what it is, and is finished. Blocks: call it from a thread.
+that was dispatched again meanwhile gets its marker back. The manifest goes last, and only then the ledger is told: so a
+deletion that was cut short is known for what it is, and is finished. Blocks: call it from a thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ DELETE_S = 600.0
 READ_S = 60.0
 
 
-def collect_objects(deletion: Deletion, store: ObjectStore, confirm: Callable[[], bool]) -> Collected:
+def collect_objects(
+    deletion: Deletion, store: ObjectStore, confirm: Callable[[], bool], gone: Callable[[], object]
+) -> Collected:
     """Delete one snapshot's objects; what is gone already is a success of 0 bytes.
 
     Args:
         confirm: called when nobody can take it for a whole one any more; what it does not confirm is put back.
+        gone: called when nothing of it is left.
 
     Raises:
         Refused: path, step, digest or nonce disagree with what lies there, or it lies under no prefix.
@@ -45,11 +48,11 @@ def collect_objects(deletion: Deletion, store: ObjectStore, confirm: Callable[[]
         if manifest is not None:
             store.put(marker, b"", until)
         return Collected(name, 0)
-    if manifest is None:
-        return Collected(name, 0)
-    for file in (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST):
+    files = (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST) if manifest is not None else ()
+    for file in files:
         store.delete(join(deletion.path, file), until)
-    return Collected(name, size_of(manifest))
+    gone()
+    return Collected(name, size_of(manifest) if manifest is not None else 0)
 
 
 def manifest_of(path: str, places: Places) -> Manifest:

@@ -24,6 +24,7 @@ from eval_service.ledger.events import prune
 from eval_service.ledger.metering import count_collected
 from eval_service.ledger.rows import sound
 from eval_service.ledger.schema import attempts, commands, drains, links, points, runs, servings, snapshots
+from eval_service.objects.urls import is_url
 
 _ENDS = tuple(state.value for state in ENDS)
 _LIVE = tuple(state.value for state in LIVE)
@@ -157,6 +158,12 @@ class Retention:
             )
             return connection.execute(free.values(deleting_at=self._db.clock())).rowcount > 0
 
+    def spare(self, snapshot: str) -> bool:
+        """Whether `deleted` would be true now; nothing is written."""
+        with self._db.acting(self._epoch) as connection:
+            claimed = select(snapshots.c.id).where(snapshots.c.id == snapshot, snapshots.c.deleting_at.is_not(None))
+            return connection.execute(claimed.where(~_to_come())).first() is not None
+
     def deleted(self, snapshot: str) -> bool:
         """It is gone for good; False where it was dispatched again, or an export that may find it began, meanwhile."""
         with self._db.acting(self._epoch) as connection:
@@ -167,11 +174,14 @@ class Retention:
             return gone
 
     def needed(self, run: str) -> dict[str, bool]:
-        """The names of a run's directories that are not deleted; false for those that are claimed for it."""
+        """The names of a run's directories that are not deleted; false for those that are claimed for it.
+
+        What lies in an object store, maybe under the same name, needs no directory.
+        """
         query = select(snapshots.c.path, snapshots.c.deleting_at).where(snapshots.c.run == run)
         with self._db.reading() as connection:
             rows = connection.execute(query.where(snapshots.c.deleted_at.is_(None))).all()
-        return {Path(path).name: deleting_at is None for path, deleting_at in rows}
+        return {Path(path).name: deleting_at is None for path, deleting_at in rows if not is_url(path)}
 
     # --- hard links
 

@@ -69,6 +69,7 @@ class GatewayDeployment:
         from eval_service.serve.http_server import HttpServer
 
         self._controller = controller
+        settings.make_home()
         database = Database(settings.ledger)
         service = settings.fleet.service
         suites = load_suites(settings.suites)
@@ -110,6 +111,7 @@ class ControllerDeployment:
 
     def __init__(self, settings: Settings) -> None:
         self._thread = LoopThread("controller")
+        settings.make_home()
         database = Database(settings.ledger)
         node = ray.util.get_node_ip_address() if settings.joined else None
         suites, lock = load_suites(settings.suites), lock_of(settings.ledger)

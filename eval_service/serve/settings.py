@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Settings:
 
     @property
     def told_ledger(self) -> str:
-        """The same for where Ray shows it: its password is in a file, which `check` writes."""
+        """The same for where Ray shows it: its password is in a file, which `make_home` writes."""
         known = parsed(self.ledger)
         if known.password is None:
             return self.ledger
@@ -81,16 +82,29 @@ class Settings:
     def _password_file(self) -> Path:
         return self.fleet.service.state_dir / "ledger.pass"
 
+    def make_home(self) -> None:
+        """Make what lies on this node's own disk: Serve may have built the application on another one."""
+        state_dir = self.fleet.service.state_dir
+        state_dir.mkdir(parents=True, exist_ok=True)
+        (state_dir / "logs").mkdir(exist_ok=True)
+        self.keep_password()
+
     def keep_password(self) -> None:
         """Write the ledger's password, if its URL has one, to where only this user can read it."""
         password = parsed(self.ledger).password
         if password is None:
             return
-        self._password_file.unlink(missing_ok=True)
         escaped = str(password).replace("\\", "\\\\").replace(":", "\\:")
-        handle = os.open(self._password_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        line = f"*:*:*:*:{escaped}\n"
+        with suppress(OSError, ValueError):
+            if self._password_file.read_text(encoding="utf-8") == line:
+                return  # a part that comes back needs no room on the disk
+        mine = self._password_file.with_name(f".{self._password_file.name}.{os.getpid()}")
+        mine.unlink(missing_ok=True)
+        handle = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w", encoding="utf-8") as file:
-            file.write(f"*:*:*:*:{escaped}\n")
+            file.write(line)
+        mine.replace(self._password_file)  # whole at every moment: several parts may write it at once
 
     @property
     def proxy_address(self) -> tuple[str, int] | None:
@@ -157,15 +171,13 @@ def check(settings: Settings) -> None:
     suites = load_suites(settings.suites)
     check_suites(suites, settings.fleet)
     check_served(suites, has_proxy=service.proxy_port is not None)
-    service.state_dir.mkdir(parents=True, exist_ok=True)
-    (service.state_dir / "logs").mkdir(exist_ok=True)
+    settings.make_home()
     check_places(settings.fleet)
     check_targets(settings.fleet, os.environ)
     if settings.fleet.objects is not None:
         ObjectStore(settings.fleet.objects).check()
     _ = settings.proxy
     lock_of(settings.ledger)
-    settings.keep_password()
     Database(settings.ledger).close()
 
 

@@ -12,6 +12,7 @@ class TrackersDeployment:
     """Tells trackers, webhooks and traces."""
 
     def __init__(self, fleet: FleetConfig, ledger: str) -> None:
+        fleet.service.state_dir.mkdir(parents=True, exist_ok=True)  # of this node
         self._bureau = Bureau(fleet, Database(ledger))
         self._bureau.start()
 

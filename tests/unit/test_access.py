@@ -438,3 +438,10 @@ def test_a_launch_takes_the_first_token_that_may_dispatch(tmp_path: Path, monkey
         _token_for({"look": configs["look"]})
     monkeypatch.setenv("EVALFLEET_TOKEN", ADMIN)
     assert _token_for(configs) == ADMIN
+
+
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "EVALFLEET_TOKEN_FILE", "RAY_AUTH_MODE"]
+)
+def test_what_opens_the_ledger_a_store_or_the_service_is_not_inherited_by_what_runs_others_code(name: str) -> None:
+    assert without_secrets({name: "x", "PATH": "/bin"}) == {"PATH": "/bin"}

@@ -10,10 +10,12 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from eval_service.access.needs import needed
 from eval_service.fleet_config import load_fleet
 from eval_service.suites.config import SuiteConfig
 
@@ -142,6 +144,7 @@ def test_images_have_the_versions_of_the_lock() -> None:
     gpu = (DEPLOY / "docker/Dockerfile.gpu").read_text()
     assert f"SGLANG=v{LOCK['sglang']}\n" in gpu
     assert f'"ray[serve]=={LOCK["ray"]}"' in gpu
+    assert '".[service,postgres,objects]"' in gpu, "whatever fleet.toml may ask for"
 
 
 def test_compose_mounts_and_builds_what_is_there() -> None:
@@ -153,6 +156,11 @@ def test_compose_mounts_and_builds_what_is_there() -> None:
     build = services["evalfleet"]["build"]
     assert (DEPLOY / "compose" / build["context"]).resolve() == ROOT
     assert documents("compose/gpu.yaml")[0]["services"].keys() <= services.keys()
+
+
+def test_composes_health_check_needs_no_token() -> None:
+    check = documents("compose/compose.yaml")[0]["services"]["evalfleet"]["healthcheck"]["test"]
+    assert needed("GET", urlsplit(check[-1]).path) is None
 
 
 def test_shellcheck_takes_the_slurm_script() -> None:

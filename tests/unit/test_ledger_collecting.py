@@ -34,11 +34,15 @@ from eval_service.fleet_config import ServiceConfig
 from eval_service.gc.collect import Collected, collect
 from eval_service.gc.plan import Deletion
 from eval_service.intake import Known, Scan, scan_run
+from eval_service.ledger.bounds import Bounds
+from eval_service.ledger.intents import Intents
 from eval_service.ledger.moves import Facts
 from eval_service.ledger.schema import snapshots
 from eval_service.objects.config import ObjectsConfig
 from eval_service.objects.places import Places
-from tests.support.ledger import Ledger, result
+from eval_service.objects.store import ObjectStore, Until
+from eval_service.objects.upload import upload
+from tests.support.ledger import SUITES, Ledger, result
 from tests.support.tiny_snapshots import lay_out, publish, request, tiny
 
 S = PointState
@@ -188,6 +192,53 @@ def test_a_deleted_run_goes_with_its_results_and_leaves_what_is_a_callers(
     assert other.path.is_dir()
     assert ledger.views.run("r2").state == "active"
     assert list((ledger.root / "r1").iterdir()) == []
+
+
+def done_in_store(ledger: Ledger, published: Published, url: str) -> None:
+    """A point of a run whose objects may be collected."""
+    ledger.put_run(max_in_flight=50, keep=0, collect_objects=True)
+    ledger.intents = Intents(ledger.db, Bounds((ledger.root,), SUITES, objects=(url.partition("/r1/")[0],)))
+    point = ledger.send(published.manifest.step, published.manifest.digest, snapshot=url).points[0].id
+    ledger.look()
+    ledger.moves.admit(ledger.snapshot(published.manifest.step)["id"], Facts(published.manifest, 32))
+    ledger.go(point, S.SCORING)
+    assert ledger.moves.finish(point, result(score=0.1))
+
+
+def test_what_a_store_kept_back_of_a_deletion_goes_when_it_answers_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish(tiny(), ledger.base / "elsewhere", step=1)
+    prefix = (ledger.base / "store").as_uri()
+    there = upload(published.path, prefix)
+    done_in_store(ledger, published, there.url)
+    done(ledger, export(ledger, 2), 0.9)
+    refused: list[object] = []
+    delete = ObjectStore.delete
+
+    def away_once(store: ObjectStore, url: str, until: Until) -> None:
+        if not refused and url.endswith(MANIFEST):
+            refused.append(ledger.snapshot(1)["deleted_at"])
+            raise StoreUnavailable(f"{url} can't be had")
+        delete(store, url, until)
+
+    monkeypatch.setattr(ObjectStore, "delete", away_once)
+    places = Places(ObjectsConfig(prefixes=(prefix,)), ledger.base)
+    tend(ledger, lambda: ledger.snapshot(1)["deleted_at"] is not None, places=places)
+    assert refused == [None], "not told before it was so"
+    assert [path for path in (ledger.base / "store").rglob("*") if path.is_file()] == []
+
+
+def test_a_deleted_run_goes_where_its_object_store_was_taken_out_of_the_config(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = export(ledger, 1)
+    done_in_store(ledger, published, f"s3://bucket/evals/r1/{published.path.name}")
+    ledger.orders.delete_run("r1")
+    ledger.look()
+    with caplog.at_level(logging.WARNING):
+        tend(ledger, lambda: not ledger.retention.places())
+    assert "[objects]" in caplog.text
 
 
 def test_a_deleted_run_is_not_forgotten_while_a_snapshot_could_not_be_deleted(

@@ -10,7 +10,9 @@ import pytest
 from eval_service.contract.states import LIVE, PointState, Reason
 from eval_service.contract.wire import DispatchRequest
 from eval_service.gc.plan import plan_deletions
-from tests.support.ledger import EXPIRY_S, Ledger
+from eval_service.ledger.bounds import Bounds
+from eval_service.ledger.intents import Intents
+from tests.support.ledger import EXPIRY_S, SUITES, Ledger
 
 S = PointState
 
@@ -186,3 +188,24 @@ def test_the_scan_is_told_what_the_ledger_lacks(ledger: Ledger) -> None:
     assert not has(cancelled.reservation), "its directory, once published, has to be known to be deleted"
     ledger.send(2, reservation=cancelled.reservation)
     assert has(cancelled.reservation)
+
+
+def test_a_snapshot_in_an_object_store_needs_no_directory_of_the_same_name(ledger: Ledger) -> None:
+    ledger.intents = Intents(ledger.db, Bounds((ledger.root,), SUITES, objects=("s3://bucket/evals",)))
+    url = f"s3://bucket/evals/r1/{ledger.path(1).name}"
+    ledger.send(1, snapshot=url)
+    assert ledger.retention.needed("r1") == {}
+    ledger.send(2)
+    assert ledger.retention.needed("r1") == {ledger.path(2).name: True}
+
+
+def test_what_is_claimed_is_spare_until_its_step_is_exported_or_dispatched_again(ledger: Ledger) -> None:
+    for step in (1, 2):
+        done(ledger, step)
+        snapshot = ledger.snapshot(step)["id"]
+        assert not ledger.retention.spare(snapshot), "nobody has claimed it"
+        assert ledger.retention.claim(snapshot)
+        assert ledger.retention.spare(snapshot)
+        ledger.reserve(step) if step == 1 else ledger.send(step)
+        assert not ledger.retention.spare(snapshot)
+        assert not ledger.retention.deleted(snapshot)

@@ -443,10 +443,35 @@ def test_objects_are_deleted_only_where_the_run_says_so() -> None:
 
 def test_a_confirmed_deletion_leaves_nothing_and_may_be_repeated(shop: Shop, published: Published) -> None:
     there = upload(published.path, shop.prefix, store=shop)
-    freed = collect_objects(deletion_of(there), shop, lambda: True)
+    left: list[int] = []
+
+    def gone() -> None:
+        left.append(len(list(local(there.url).iterdir())))
+
+    freed = collect_objects(deletion_of(there), shop, lambda: True, gone)
     assert freed.freed_bytes == there.size_bytes
-    assert not list(local(there.url).iterdir())
-    assert collect_objects(deletion_of(there), shop, lambda: True).freed_bytes == 0
+    assert collect_objects(deletion_of(there), shop, lambda: True, gone).freed_bytes == 0
+    assert left == [0, 0]
+
+
+def test_a_deletion_that_was_cut_short_is_not_told_as_done_and_is_finished_later(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    told: list[str] = []
+
+    def away(url: str, until: Until) -> None:
+        if not url.endswith(names.COMPLETE):
+            raise StoreUnavailable(f"{url} can't be had")
+        ObjectStore.delete(shop, url, until)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shop, "delete", away)
+        with pytest.raises(StoreUnavailable):
+            collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("too early"))
+    assert not (local(there.url) / names.COMPLETE).exists()
+    collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("gone"))
+    assert (told, list(local(there.url).iterdir())) == (["gone"], [])
 
 
 def test_what_was_dispatched_again_meanwhile_is_put_back(shop: Shop, published: Published) -> None:
@@ -457,7 +482,7 @@ def test_what_was_dispatched_again_meanwhile_is_put_back(shop: Shop, published: 
         seen.append((local(there.url) / names.COMPLETE).exists())
         return False
 
-    collect_objects(deletion_of(there), shop, confirm)
+    collect_objects(deletion_of(there), shop, confirm, lambda: seen.append(True))
     assert seen == [False]  # nobody could take it in this moment
     cache_of(shop).hold(there.url, published.manifest.digest, soon()).release()
 
@@ -478,7 +503,7 @@ def test_a_deletion_whose_path_nonce_or_ledger_disagree_is_refused(
     there = upload(published.path, shop.prefix, store=shop)
     before = sorted(path.name for path in local(there.url).iterdir())
     with pytest.raises(Refused) as caught:
-        collect_objects(deletion_of(there, **changes), shop, lambda: True)
+        collect_objects(deletion_of(there, **changes), shop, lambda: True, lambda: None)
     assert caught.value.field == field_
     assert sorted(path.name for path in local(there.url).iterdir()) == before
 
@@ -499,7 +524,7 @@ def test_credentials_that_may_not_read_are_no_word_that_it_is_gone(
         return True
 
     with pytest.raises(Refused, match="AccessDenied"):
-        collect_objects(deletion_of(there), shop, confirm)
+        collect_objects(deletion_of(there), shop, confirm, confirm)
     assert confirmed == []
 
 

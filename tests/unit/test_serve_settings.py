@@ -50,9 +50,12 @@ def test_the_proxys_key_comes_from_the_environment_and_is_not_shown(monkeypatch:
 
 
 def test_where_ray_shows_the_ledgers_url_its_password_is_in_a_file_that_only_its_owner_reads(tmp_path: Path) -> None:
-    settings = _settings("auto", ledger="postgresql://svc:pass%3Aword@db/evalfleet", state_dir=str(tmp_path))
-    settings.keep_password()
-    file = tmp_path / "ledger.pass"
+    state_dir = tmp_path / "of-this-node" / "state"  # the application was built on another one
+    settings = _settings("auto", ledger="postgresql://svc:pass%3Aword@db/evalfleet", state_dir=str(state_dir))
+    for _ in range(2):
+        settings.make_home()
+    file = state_dir / "ledger.pass"
+    assert sorted(path.name for path in state_dir.iterdir()) == ["ledger.pass", "logs"]
     assert file.read_text() == "*:*:*:*:pass\\:word\n"
     assert file.stat().st_mode & 0o777 == 0o600
     assert "word" not in settings.told_ledger + repr(settings)
