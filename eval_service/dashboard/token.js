@@ -33,9 +33,14 @@ export function ask(form) {
     form.elements.token.focus();
   };
   addEventListener("tokenwanted", show);
+  form.elements.token.addEventListener("input", () => form.elements.token.setCustomValidity(""));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, form.elements.token.value.trim());
+    const given = form.elements.token.value.trim();
+    const plain = /^[\x21-\x7e]+$/.test(given); // no header holds anything else, and none would ever be sent
+    form.elements.token.setCustomValidity(plain ? "" : "a token has letters, digits and signs alone");
+    if (!form.reportValidity()) return;
+    sessionStorage.setItem(KEY, given);
     location.reload();
   });
   if (wanted) show();
