@@ -30,7 +30,7 @@ from router.limits import Limits
 from router.proxy import Table, TableReport
 from router.router import Router
 
-TICK_S = 0.75  # whatever changes wakes it, but for a wake that was lost
+TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)

@@ -40,7 +40,14 @@ def test_a_run_of_few_steps_has_exactly_three_points_done_on_the_pinned_weights(
     receipt = json.loads((training.output / "out" / "receipt.json").read_text())
     assert receipt["drained"]
     assert len(receipt["done"]) == 3
-    wait_for(lambda: live.snapshots("three") == [4], "what is left to be `keep`")
+    digests = {point.step: point.digest for point in points}
+
+    def is_kept() -> bool:
+        """What an engine still holds the weights of stays, too: the last point may have taken one engine of two."""
+        held = {engine.snapshot for group in live.client.fleet().groups for engine in group.engines}
+        return [step for step in live.snapshots("three") if step == 4 or digests[step] not in held] == [4]
+
+    wait_for(is_kept, "what is left to be `keep`")
     assert not list((live.root / "three").glob(".*")), "no partial directory is left"
 
 
