@@ -63,7 +63,7 @@ def talking(command: Callable[..., None]) -> Callable[..., None]:
         for name, annotation in (("token", Token), ("token_file", TokenFile))
     ]
     whole = signature.replace(parameters=[*signature.parameters.values(), *more])
-    with_token.__signature__ = whole  # type: ignore[attr-defined]
+    with_token.__signature__ = whole  # type: ignore[attr-defined]  # what typer reads, and typeshed lacks
     with_token.__annotations__ = {name: parameter.annotation for name, parameter in whole.parameters.items()}
     return with_token
 

@@ -7,6 +7,7 @@ relative to an open handle of the run's root; no link is followed. Blocks: call 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -237,7 +238,9 @@ def _own_directory(handle: int, name: str) -> Iterator[int | None]:
     """A handle of a directory of the run that is no link; None where there is none."""
     try:
         where = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
-    except OSError:
+    except OSError as exc:
+        if exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         yield None
         return
     try:

@@ -160,7 +160,7 @@ class Retention:
 
     def spare(self, snapshot: str) -> bool:
         """Whether `deleted` would be true now; nothing is written."""
-        with self._db.acting(self._epoch) as connection:
+        with self._db.looking(self._epoch) as connection:
             claimed = select(snapshots.c.id).where(snapshots.c.id == snapshot, snapshots.c.deleting_at.is_not(None))
             return connection.execute(claimed.where(~_to_come())).first() is not None
 

@@ -35,7 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._too_large = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
         """Take it, unless there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:

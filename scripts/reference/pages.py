@@ -11,6 +11,7 @@ import typer
 from fastapi import FastAPI
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
+from typer.core import TyperGroup
 
 from eval_service.cli.main import app
 from eval_service.fleet_config import FleetConfig
@@ -114,7 +115,8 @@ def _content(message: Mapping[str, Any], schemas: Schemas) -> str:
 def cli_page() -> str:
     """Every command's help, as typer's own generator has it, and that of the trainer's command."""
     command = typer.main.get_command(app)
-    commands = cast("Mapping[str, Any]", command.commands)  # type: ignore[attr-defined]  # of a group, which it is
+    assert isinstance(command, TyperGroup)
+    commands: Mapping[str, Any] = command.commands
     with typer.Context(command, info_name="evalfleet") as context:
         # Without its first part, which has the commands' texts cut short.
         text = get_docs_for_click(obj=command, ctx=cast("Any", context), name="evalfleet")

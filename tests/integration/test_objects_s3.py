@@ -98,12 +98,18 @@ def test_snapshots_in_s3_are_published_evaluated_cached_and_collected(tmp_path: 
     go(body)
 
 
+def uploaded(tmp_path: Path, s3: S3) -> tuple[Stand, Export, Uploaded]:
+    """A stand that knows the store, and a snapshot of step 1 that lies in it."""
+    stand = Stand(tmp_path, objects=s3.config)
+    export = stand.export("r", 1)
+    there = s3.upload(export)
+    stand.exports[there.url] = export
+    return stand, export, there
+
+
 def test_a_second_point_on_the_same_snapshot_fetches_nothing(tmp_path: Path, s3: S3) -> None:
     async def body() -> None:
-        stand = Stand(tmp_path, objects=s3.config)
-        export = stand.export("r", 1)
-        there = s3.upload(export)
-        stand.exports[there.url] = export
+        stand, export, there = uploaded(tmp_path, s3)
         async with stand.running(engines=1):
             stand.put_run("r", keep=0)
             await stand.until_done(stand.dispatch_path("r", 1, there.url, digest=export.manifest.digest))
@@ -117,9 +123,7 @@ def test_a_second_point_on_the_same_snapshot_fetches_nothing(tmp_path: Path, s3:
 
 def test_an_object_that_was_cut_short_is_a_fault_and_no_engine_is_touched(tmp_path: Path, s3: S3) -> None:
     async def body() -> None:
-        stand = Stand(tmp_path, objects=s3.config)
-        export = stand.export("r", 1)
-        there = s3.upload(export)
+        stand, export, there = uploaded(tmp_path, s3)
         name = next(entry.name for entry in export.manifest.files if entry.name.endswith(".safetensors"))
         key = f"{there.url.removeprefix(f's3://{BUCKET}/')}/{name}"
         s3.client.put_object(Bucket=BUCKET, Key=key, Body=(export.path / name).read_bytes()[:-1])
@@ -153,10 +157,7 @@ class OtherNode(Places):
 
 def test_a_store_that_an_engines_node_can_not_reach_costs_the_point_no_attempt(tmp_path: Path, s3: S3) -> None:
     async def body() -> None:
-        stand = Stand(tmp_path, objects=s3.config)
-        export = stand.export("r", 1)
-        there = s3.upload(export)
-        stand.exports[there.url] = export
+        stand, export, there = uploaded(tmp_path, s3)
         async with stand.running(engines=1):
             there_too = tmp_path / "other-node"
             node = stand.runners["e0"]._places = OtherNode(stand.config.objects, there_too)

@@ -278,8 +278,8 @@ def test_the_client_brings_the_token_that_it_was_given_or_the_environments(
         seen.append(request.headers.get("authorization"))
         return httpx.Response(200, text='{"ok": true}')
 
-    def ask(**given: str) -> None:
-        with EvalClient("http://service", transport=httpx.MockTransport(answer), **given) as client:  # type: ignore[arg-type]
+    def ask(token: str | None = None) -> None:
+        with EvalClient("http://service", transport=httpx.MockTransport(answer), token=token) as client:
             client.ready()
 
     for name in ("EVALFLEET_TOKEN", "EVALFLEET_TOKEN_FILE"):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from eval_service.cli import main
 from eval_service.cli.frames import Looker, plain, render
@@ -236,7 +237,8 @@ _ALONE = {"doctor", "chaos"}  # they talk to no service
 
 def test_every_command_for_people_and_scripts_has_json_url_and_its_variable() -> None:
     found = typer.main.get_command(main.app)
-    commands = found.commands  # type: ignore[attr-defined]
+    assert isinstance(found, TyperGroup)
+    commands = found.commands
     assert set(_ASKED.split()) <= set(commands)
     for name in _ASKED.split():
         options = {spelling: parameter for parameter in commands[name].params for spelling in parameter.opts}

@@ -105,9 +105,11 @@ def test_every_command_and_each_of_its_own_options_is_documented(name: str) -> N
 def options_of(name: str) -> Iterator[str]:
     """A command's long options, those apart that all have."""
     import typer
+    from typer.core import TyperGroup
 
     found = typer.main.get_command(main.app)
-    command = found.commands[name]  # type: ignore[attr-defined]
+    assert isinstance(found, TyperGroup)
+    command = found.commands[name]
     for parameter in command.params:
         for spelling in (*parameter.opts, *parameter.secondary_opts):
             if spelling.startswith("--") and spelling not in (

@@ -331,7 +331,7 @@ def test_a_backup_is_whole_and_its_password_is_on_no_command_line(
 
     def noted(command: list[str], **options: object) -> object:
         seen.append(command)
-        return run(command, **options)  # type: ignore[call-overload]
+        return run(command, **options)  # type: ignore[call-overload]  # whatever it is called with
 
     monkeypatch.setattr("eval_service.ledger.upkeep.subprocess.run", noted)
     size_bytes = backup(postgres_server.url("ledger", password=SECRET), tmp_path / "ledger.dump")
