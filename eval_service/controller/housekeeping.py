@@ -182,8 +182,10 @@ class Housekeeping:
         for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}, objects):
             planned[deletion.run].append(deletion)
         deleting = {run for run, place in places.items() if place.deleting}
-        for run in sorted((planned.keys() | undescribed.keys() | self._letting_go.keys() | deleting) & places.keys()):
-            if self._deletions.free(run):
+        letting_go = {run for run, waiting in self._letting_go.items() if waiting}
+        for run in sorted((planned.keys() | undescribed.keys() | letting_go | deleting) & places.keys()):
+            # One that is being collected or swept is next in turn; one that hangs waits for the next scan.
+            if self._deletions.free(run) or self._alone[run].locked():
                 work = partial(self._collect_run, places[run], planned[run], undescribed[run])
                 if not self._start(f"collect: run {run}", work):
                     self._again.add(run)
@@ -206,15 +208,16 @@ class Housekeeping:
 
     async def _let_go(self, place: RunPlace) -> None:
         """Remove the hard links to what has settled; those of which an engine may still read later."""
-        waiting = self._letting_go.pop(place.run, [])
+        waiting = self._letting_go[place.run]  # one leaves it when it is gone: what fails is tried again
         loading = self._loading() if waiting else ()
-        kept = [held for held in waiting if held.path in loading]
-        for held in waiting:
-            if held not in kept:
-                remove = partial(remove_held, place.root, place.run, Path(held.path).name)
+        for held in [held for held in waiting if held.path not in loading]:
+            remove = partial(remove_held, place.root, place.run, Path(held.path).name)
+            try:
                 await self._deletions.run(place.run, remove, timeout_s=DELETE_S)
-        if kept:
-            self._letting_go[place.run] += kept
+            except Refused as exc:
+                log.warning("gc: %s of %s is left: %s", held.path, place.run, exc)
+            waiting.remove(held)
+        if waiting:
             self._collect_again()
 
     async def _describe(self, snapshot: Undescribed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -31,7 +33,7 @@ from eval_service.contract.states import PointState, Reason
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.fleet_config import ServiceConfig
-from eval_service.gc.collect import Collected, collect
+from eval_service.gc.collect import Collected, collect, find_leftovers, remove_held
 from eval_service.gc.plan import Deletion
 from eval_service.intake import Known, Scan, scan_run
 from eval_service.ledger.bounds import Bounds
@@ -59,6 +61,7 @@ def tend(
     ledger: Ledger,
     until: Callable[[], object],
     *,
+    settled: Callable[[], object] = lambda: True,
     loading: Callable[[], frozenset[str]] = frozenset,
     pinned: Callable[[], frozenset[str]] = frozenset,
     places: Places | None = None,
@@ -73,7 +76,8 @@ def tend(
         )
         async with asyncio.timeout(30):
             while not until():
-                keeping.something_settled()
+                if settled():
+                    keeping.something_settled()
                 await keeping.tick()
                 await asyncio.sleep(0.01)
         await keeping.close()
@@ -448,6 +452,70 @@ def test_a_deletion_cut_short_is_undone_for_what_was_dispatched_again_meanwhile(
     published.path.rename(trash)
     ledger.send(1, published.manifest.digest, snapshot=str(published.path))
     tend(ledger, published.path.is_dir)
+
+
+@pytest.mark.parametrize("busy", ["collecting", "sweeping"])
+def test_what_settles_while_its_run_is_collected_or_swept_goes_right_after_and_not_with_the_next_scan(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    first, second = (hold(ledger, step) for step in (1, 2))
+    ledger.orders.cancel(first[0])
+    ledger.look()
+    begun, go_on = threading.Event(), threading.Event()
+    work: dict[str, Callable[..., object]] = {"collecting": remove_held, "sweeping": find_leftovers}
+    real = work[busy]
+
+    def slow(*args: Any) -> object:
+        begun.set()
+        assert go_on.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(f"eval_service.controller.housekeeping.{real.__name__}", slow)
+    looks = iter(range(1_000_000))
+
+    def settled() -> bool:
+        """Once while the run is busy; then its work goes on, and nothing else is said."""
+        if not begun.is_set() or go_on.is_set():
+            return False
+        look = next(looks)
+        if look == 0:
+            ledger.orders.cancel(second[0])
+            ledger.look()
+        if look == 20:
+            go_on.set()
+        return look == 0
+
+    tend(ledger, lambda: not first[1].exists() and not second[1].exists(), settled=settled)
+
+
+def test_hard_links_that_the_file_system_would_not_remove_are_tried_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point, held = hold(ledger, 1)
+    ledger.orders.cancel(point)
+    ledger.look()
+    failures = iter([OSError(errno.EIO, "Input/output error")])
+
+    def remove(root: Path, run: str, name: str) -> None:
+        for failure in failures:
+            raise failure
+        remove_held(root, run, name)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.remove_held", remove)
+    monkeypatch.setattr("eval_service.controller.housekeeping.find_leftovers", lambda *_: [])
+    tend(ledger, lambda: not held.exists(), settled=lambda: False)
+
+
+def hold(ledger: Ledger, step: int) -> tuple[str, Path]:
+    """A point on somebody else's checkpoint, and the directory of the hard links to it."""
+    theirs = lay_out(tiny(seed=step), ledger.root / f"model-{step}")
+    point = ledger.send(step, digest=f"{step:032x}", snapshot=str(theirs), source="caller").points[0].id
+    ledger.look()
+    held = ledger.root / "r1" / held_name(uuid.uuid4().hex)
+    ledger.moves.note_links(ledger.snapshot(step)["id"], str(held))
+    held.mkdir(parents=True)
+    os.link(theirs / "model.safetensors", held / "model.safetensors")
+    return point, held
 
 
 def test_twenty_thousand_files_are_deleted_beside_everything_else(ledger: Ledger) -> None:
