@@ -33,9 +33,9 @@ RESERVED = frozenset(
 )
 # No warm-up request: the replica's first canary is one. Metrics: the dashboards read them.
 _SGLANG: dict[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it. SGLang takes all that goes
-# of the host's memory while it loads for its own weights, and refuses to start where that is more than the fraction: a
-# large one, so that no neighbour's start is in its way. The pool is no larger for it.
+# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it. SGLang takes whatever
+# memory goes on the host while it loads for that of its weights, and doesn't start where it is more than the fraction:
+# a large one, so that a neighbour's start is not in its way. The pool is no larger for it.
 _SGLANG_CPU: dict[str, Any] = {
     **_SGLANG,
     "attention_backend": "torch_native",
