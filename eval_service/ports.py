@@ -1,4 +1,4 @@
-"""A port for a server that starts later: none that the kernel gives to somebody else meanwhile."""
+"""Ports for servers that start later: none that the kernel gives to somebody else meanwhile."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def free_port(host: str) -> int:
         with suppress(OSError):
             return _bound(host, port)
     return _bound(host, 0)
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """So many of them, each another."""
+    found: list[int] = []
+    while len(found) < count:
+        port = free_port(host)
+        if port not in found:
+            found.append(port)
+    return found
 
 
 def _bound(host: str, port: int) -> int:

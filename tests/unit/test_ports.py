@@ -17,6 +17,7 @@ def test_a_port_that_somebody_has_is_not_given_and_there_is_always_one(monkeypat
         monkeypatch.setattr(ports, "_PORTS", range(port, port + 1))
         monkeypatch.setattr(ports, "_TRIES", 1)
         assert ports.free_port("127.0.0.1") != port
+        assert len({port, *ports.free_ports("127.0.0.1", 3)}) == 4
     assert ports.free_port("127.0.0.1") == port
     with pytest.raises(OSError, match="assign"):
         ports.free_port("203.0.113.9")  # no machine's
