@@ -135,7 +135,7 @@ async def test_an_engine_by_its_url_is_filled_to_its_concurrency_and_who_waits_i
         stand.put_run("r")
         async with stand.somebody_elses_engine(monkeypatch):
             await stand.until(lambda: stand.engine("theirs").ready)
-            await stand.turn("theirs", latency_s=3.0)
+            await stand.turn("theirs", latency_s=2.0)
             point = stand.dispatch("r", 1)
             await stand.until(lambda: stand.acting._router.stats().targets[point].in_flight == 64)
             stats = stand.acting._router.stats()
