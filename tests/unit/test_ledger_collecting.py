@@ -520,13 +520,12 @@ def test_what_can_never_be_removed_keeps_nothing_else_of_its_run(
         directory.mkdir()
         os.utime(directory, (0, 0))
 
-    def refused(*_: object) -> None:
+    def refused(*_: object) -> Collected:
         raise OSError(errno.EACCES, "Permission denied")
 
     def remove(leftover: Leftover, root: Path) -> Collected:
-        return collected(leftover, root) if leftover.name == half[1].name else refused()
+        return remove_leftover(leftover, root) if leftover.name == half[1].name else refused()
 
-    collected: Any = remove_leftover
     monkeypatch.setattr("eval_service.controller.housekeeping.remove_held", refused)
     monkeypatch.setattr("eval_service.controller.housekeeping.remove_leftover", remove)
     tend(ledger, lambda: not early.path.exists() and not half[1].exists(), settled=lambda: False)
