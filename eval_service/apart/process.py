@@ -68,6 +68,11 @@ class Apart:
         """Of the process."""
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to be gone, by whatever."""
+        return self._process.returncode is not None or self._reader.at_eof()
+
     async def ask(self, **message: Any) -> None:
         """Send something; that it has ended shows in the next answer."""
         with contextlib.suppress(OSError):
