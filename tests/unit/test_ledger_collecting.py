@@ -121,6 +121,19 @@ def test_what_settled_goes_and_the_best_the_held_and_the_needed_stay(ledger: Led
     assert [p.path.exists() for p in (best, held, plain, needed)] == [True, True, False, True]
 
 
+def test_a_stale_higher_step_left_in_a_root_is_a_point_of_its_own_and_harms_no_lower_one(ledger: Ledger) -> None:
+    """A former launch died between the rename and its POST, ahead of where this one goes on."""
+    stale, best, plain = (export(ledger, step) for step in (900, 1, 2))
+    done(ledger, best, 0.9)
+    tend(ledger, lambda: ledger.snapshot(900) is not None)
+    ledger.look()
+    done(ledger, plain, 0.1)
+    tend(ledger, lambda: not plain.path.exists())
+    assert {step: state for step, _, state in ledger.states()} == {1: S.DONE, 2: S.DONE, 900: S.QUEUED}
+    assert best.path.exists()
+    assert stale.path.exists()
+
+
 def test_what_an_engine_loads_now_stays_until_it_is_done(ledger: Ledger) -> None:
     """With `keep` 0, say, and an engine in doubt that is given its last good snapshot once more."""
     probed = export(ledger, 1)
