@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eval_service.apart.child import end_all
 from eval_service.secrets_apart import without_secrets
@@ -43,9 +43,17 @@ class Apart:
         apart, (ours, theirs) = cls(log), socket.socketpair()
         environment = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            apart._process = await asyncio.create_subprocess_exec(
+        with contextlib.ExitStack() as unless_started:  # as where its owner is cancelled meanwhile
+            unless_started.callback(ours.close)
+            await apart._exec(module, theirs, environment)
+            unless_started.callback(end_all, apart.pid)
+            apart._reader, apart._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
+            unless_started.pop_all()
+        return apart
+
+    async def _exec(self, module: str, theirs: socket.socket, environment: dict[str, str]) -> None:
+        with theirs, _appended(self._log) as output:
+            self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -54,13 +62,16 @@ class Apart:
                 start_new_session=True,
                 env=environment,
             )
-        apart._reader, apart._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-        return apart
 
     @property
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to be gone, by whatever."""
+        return self._process.returncode is not None or self._reader.at_eof()
 
     async def ask(self, **message: Any) -> None:
         """Send something; that it has ended shows in the next answer."""
@@ -84,11 +95,13 @@ class Apart:
         return answer
 
     async def dispose(self, timeout_s: float) -> None:
-        """Let it clean up, for so long, and end it."""
-        await self.ask(do="dispose")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), timeout_s)
-        await self.end()
+        """Let it clean up, for so long, and end it: also where whoever waits for that gives up."""
+        try:
+            await self.ask(do="dispose")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+        finally:
+            await self.end()
 
     async def end(self) -> None:
         """Kill it and whatever it started, and reap it."""
@@ -103,3 +116,8 @@ class Apart:
             text = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
             return (text.strip().splitlines() or [""])[-1][:300]
         return ""
+
+
+def _appended(log: Path) -> BinaryIO:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("ab")

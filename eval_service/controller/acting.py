@@ -113,7 +113,8 @@ class Acting:
             on_change=wake,
             clock=clock,
         )
-        self._admissions = Admissions(self._service, moves, ledger, wake, self._places, parts.database.clock)
+        checked = (ledger, wake, self._places, parts.database.clock)
+        self._admissions = Admissions(self._service, moves, *checked, settled=self._settled)
         logs = self._service.state_dir / "logs"
         self._functions = functions_among(parts.suites, moves, ledger, logs, clock, self._places)
         start_s = eval_group.start_timeout_s
@@ -211,7 +212,7 @@ class Acting:
     async def _serve(self) -> None:
         if self.serving is not None:
             if await self.serving.tick():
-                self._housekeeping.something_settled()
+                self._settled()
             why = dict.fromkeys(self._lanes, "the controller evaluates it; its samples are kept with the point")
             self.serving.board.elsewhere(why)
 
@@ -220,11 +221,12 @@ class Acting:
     async def _take_intents(self) -> None:
         timeout_s = self._service.reservation_timeout_s
         if await self._ledger(self._moves.take_intents, reservation_timeout_s=timeout_s):
-            self._housekeeping.something_settled()
+            self._settled()
             self._lane_parts.on_change()
 
     async def _tend_drains(self) -> None:
-        await self._ledger(self._moves.tend_drains)
+        if await self._ledger(self._moves.tend_drains):
+            self._settled()
 
     async def _end_overtaken(self) -> None:
         """A point that somebody else ended lets its engines go at once; one whose lane is gone starts over."""
@@ -233,9 +235,11 @@ class Acting:
             if point in self._lanes:
                 self._lanes[point].cancel()
         strays = [point for point in await self._ledger(self._moves.strays, lanes) if point not in self._lanes]
-        await each_alone(
-            strays, lambda point: self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
-        )
+        await each_alone(strays, self._requeue)
+
+    async def _requeue(self, point: str) -> None:
+        await self._ledger(self._moves.requeue, point, "internal", "its lane was gone")
+        self._settled()  # it may have been the last attempt
 
     async def _end_overdue(self) -> None:
         await each_alone(await self._ledger(self._moves.overdue, self._service.point_timeout_s), self._end_late)
@@ -247,6 +251,7 @@ class Acting:
             self._lanes[point].cancel()
         else:
             await self._ledger(self._moves.end_unserved, point, detail)
+            self._settled()
 
     async def _look_at_time(self) -> None:
         """The next look is late where it would find nothing; what is written by then comes to be known by itself."""
@@ -281,6 +286,7 @@ class Acting:
             log.exception("point %s can't be begun", point)
             detail = f"it can't be begun: {type(exc).__name__}: {exc}"
             await self._ledger(self._moves.end, point, PointState.SKIPPED, Reason.SNAPSHOT_INVALID, detail)
+            self._settled()
 
     async def _queued(self) -> dict[str, Runnable]:
         """Points whose lane is still to begin."""
@@ -332,6 +338,7 @@ class Acting:
             return True
         detail = f"the service has no suite {point.suite!r} any more"
         await self._ledger(self._moves.end, point.id, PointState.SKIPPED, Reason.UNHEALTHY, detail)
+        self._settled()
         return False
 
     async def _begin(self, point: Runnable) -> Lane | None:
@@ -355,8 +362,12 @@ class Acting:
 
     def _ended(self, point: str) -> None:
         self._lanes.pop(point, None)
-        self._housekeeping.something_settled()
+        self._settled()
         self._lane_parts.on_change()
+
+    def _settled(self) -> None:
+        """A point may have ended, whatever ended it: what nobody needs any more goes now, not with the next scan."""
+        self._housekeeping.something_settled()
 
     async def _show_life(self) -> None:
         now = self._clock()

@@ -23,7 +23,7 @@ from eval_service.contract.errors import SnapshotFault, StoreUnavailable
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import Reason
 from eval_service.contract.wire import Source
-from eval_service.controller.db import LedgerThread
+from eval_service.controller.db import LedgerThread, NotBegun
 from eval_service.controller.run_threads import RunThreads, StorageHangs
 from eval_service.fleet_config import ServiceConfig
 from eval_service.ledger.moves import Facts, Moves, Unadmitted
@@ -47,7 +47,12 @@ class Examined:
 
 
 class Admissions:
-    """Checks what queued points wait for."""
+    """Checks what queued points wait for.
+
+    Args:
+        wake: called when a look was taken: there may be something to do now.
+        settled: called when points ended with what was found.
+    """
 
     def __init__(
         self,
@@ -57,7 +62,10 @@ class Admissions:
         wake: Callable[[], None],
         places: Places,
         clock: Callable[[], float] = time.time,
+        *,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
+        self._settled = settled
         self._service = service
         self._clock = clock
         self._moves = moves
@@ -143,7 +151,7 @@ class Admissions:
         timeout_s = 2 * self._service.point_timeout_s
         try:
             found = await self._checks.run(snapshot.run, lambda: self._examine(snapshot), timeout_s=timeout_s)
-        except (StorageHangs, StoreUnavailable):
+        except (StorageHangs, StoreUnavailable, NotBegun):
             raise
         except TimeoutError as exc:
             await self._refuse(snapshot, Fault(FaultCode.MISSING, "snapshot", str(exc)), None)
@@ -206,6 +214,7 @@ class Admissions:
             return
         reason = Reason.CKPT_MISSING if missing else Reason.SNAPSHOT_INVALID
         await self._ledger(self._moves.refuse, snapshot.id, reason, str(fault.error()), manifest)
+        self._settled()
 
 
 def _is_to_hold(snapshot: Unadmitted) -> bool:

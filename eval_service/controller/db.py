@@ -51,6 +51,10 @@ class LedgerThread:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+class NotBegun(OSError):
+    """The host would not have one more thread: the call was not made, and may be later."""
+
+
 class DaemonThreads:
     """A thread a call: there is no pool that calls which hang could fill."""
 
@@ -58,7 +62,11 @@ class DaemonThreads:
         self._name = name
 
     async def run(self, call: Callable[[], _T]) -> _T:
-        """Run one call and return what it returns; it goes on, unheard, when the caller is cancelled."""
+        """Run one call and return what it returns; it goes on, unheard, when the caller is cancelled.
+
+        Raises:
+            NotBegun: no thread could be started.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
 
@@ -75,7 +83,10 @@ class DaemonThreads:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any longer
                 loop.call_soon_threadsafe(settle, outcome)
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except RuntimeError as exc:
+            raise NotBegun(f"{self._name}: {exc}") from exc
         return await future
 
 

@@ -135,6 +135,7 @@ class Fleet:
             engine.pinned = sent.command.pin if result.ok else None
         if not sent.result.done():
             sent.result.set_result(result)
+        engine.touch()  # who waits for it to have nothing to do may not be who waits for this result
 
     def _forget_boot(self, engine: Engine, nonce: str | None) -> None:
         """The server was started anew: its pin is gone, and pins under way have failed. A restart goes on."""

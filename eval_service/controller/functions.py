@@ -164,7 +164,9 @@ class Functions:
         return FunctionLane(point, number, self.suites[point.suite], self)
 
     async def process(self, suite: str) -> Apart:
-        """The function's, started if there is none."""
+        """The function's, started if there is none; to have died while it did nothing is no point's crash."""
+        if suite in self._processes and self._processes[suite].ended:
+            await self.drop(suite)
         if suite not in self._processes:
             log_file = self.logs / f"function-{suite}.log"
             self._processes[suite] = await Apart.start("eval_service.apart.function_worker", log_file)

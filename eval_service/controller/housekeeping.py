@@ -111,12 +111,16 @@ class Housekeeping:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, name: str, work: _Work) -> bool:
-        if name in self._tasks:
-            return False
+        if (running := self._tasks.get(name)) is not None and not running.done():
+            return False  # one that is done, and is only to be taken out yet, looks at nothing any more
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
         self._tasks[name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+        task.add_done_callback(partial(self._over, name))
         return True
+
+    def _over(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
 
     async def _guarded(self, name: str, work: _Work) -> None:
         """The task's edge: what is wrong with one run's directory, or with the ledger now, hinders nothing else."""
@@ -216,6 +220,11 @@ class Housekeeping:
                 await self._deletions.run(place.run, remove, timeout_s=DELETE_S)
             except Refused as exc:
                 log.warning("gc: %s of %s is left: %s", held.path, place.run, exc)
+            except TimeoutError:
+                raise
+            except OSError as exc:  # what else there is to delete does not wait for it
+                log.warning("gc: %s of %s: %s; it is tried again", held.path, place.run, exc)
+                continue
             waiting.remove(held)
         if waiting:
             self._collect_again()
@@ -291,9 +300,18 @@ class Housekeeping:
             return
         reserved = await self._ledger(self._retention.reserved_runs)
         held = {Path(held.path).name for held in await self._ledger(self._retention.held)}
+        held |= {Path(path).name for path in self._loading()}  # also links that no point needs any more
         idle_s = 0.0 if place.deleting else self._service.leftover_idle_s  # nobody looks after it is forgotten
+        stuck: list[Exception] = []  # one that can't be removed keeps no other
         for leftover in plan_leftovers(found, reserved, held, now=time.time(), idle_s=idle_s):
             work = partial(remove_leftover, leftover, place.root)
             if leftover.kind is LeftoverKind.TRASH:
                 work = partial(tend_trash, leftover, place.root, await self._ledger(self._retention.needed, place.run))
-            await self._deletions.run(place.run, work, timeout_s=DELETE_S)
+            try:
+                await self._deletions.run(place.run, work, timeout_s=DELETE_S)
+            except TimeoutError:
+                raise
+            except (OSError, Refused) as exc:
+                stuck.append(exc)
+        if stuck:
+            raise stuck[0]

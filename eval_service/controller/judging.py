@@ -65,15 +65,13 @@ class Judges:
         return Verdict(generated.output)
 
     async def _keep_up(self, target: str, group: str) -> None:
-        known = {upstream.id for upstream in self._engines(group)}
         while True:
             await asyncio.sleep(_LOOK_S)
             now = {upstream.id: upstream for upstream in self._engines(group)}
-            for gone in known - now.keys():
+            for gone in set(self.router.stats().targets[target].upstreams) - now.keys():
                 self.router.remove(target, gone, abort=True)
             for upstream in now.values():
                 self.router.add(target, upstream)
-            known = set(now)
 
     def _engines(self, group: str) -> list[Upstream]:
         return [

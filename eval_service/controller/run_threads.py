@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from eval_service.controller.db import DaemonThreads
+from eval_service.controller.db import DaemonThreads, NotBegun
 
 SLOW_S = 2.0  # a call that takes longer may hang: others do not wait for its end
 _T = TypeVar("_T")
@@ -48,6 +48,7 @@ class RunThreads:
         Raises:
             StorageHangs: the run's share is taken by calls that have no answer yet.
             TimeoutError: no answer by then; the call goes on unheard, and holds its place among the run's.
+            NotBegun: no thread could be started for it.
         """
         if not self.free(run):
             raise StorageHangs("its storage has not answered what it was asked before")
@@ -59,6 +60,9 @@ class RunThreads:
                 with self._turn():
                     began = True
                     return await self._threads.run(self._counted(run, call))
+        except NotBegun:
+            began = False
+            raise
         except TimeoutError as exc:
             raise TimeoutError(str(exc) or f"its storage did not answer within {timeout_s:g} s") from exc
         finally:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from eval_service.contract.errors import Unavailable
 from eval_service.contract.wire import EngineState
 from eval_service.controller.board import Board
 from eval_service.controller.costs import Costs
@@ -22,6 +23,7 @@ from eval_service.controller.fleet import Fleet
 from eval_service.controller.pin_orders import PinMaker
 from eval_service.controller.pinning import Pinner, Verdict
 from eval_service.controller.scheduler import Claim
+from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Runnable
 from eval_service.ledger.servings import Outlook, ServingMoves
 from router.upstream import Upstream
@@ -44,14 +46,19 @@ class ServedParts:
 
 @dataclass(slots=True, eq=False)
 class ServedLane:
-    """One serving and its engines. `refused` are engines that could not load it, and why."""
+    """One serving and its engines.
+
+    `failed`: why an engine's last pin came to nothing. `refused`: engines that it may not have again, since it is this
+    snapshot that they can't load; one that is itself at fault comes again when it is sound.
+    """
 
     point: Runnable
     pinner: Pinner
     parts: ServedParts
     engines: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
     open: bool = True
     told: Outlook | None = None
     pins: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -81,7 +88,7 @@ class ServedLane:
     @property
     def outlook(self) -> Outlook:
         """What is told of it."""
-        detail = None if self.proven or not self.refused else "; ".join(sorted(set(self.refused.values())))
+        detail = None if self.proven or not self.failed else "; ".join(sorted(set(self.failed.values())))
         version = self.pinner.order.weight_version if self.proven else None
         return Outlook(len(self.proven), version, detail)
 
@@ -98,12 +105,15 @@ class ServedLane:
             outcome = await self.pinner.pin(engine_id)
             engine = self.parts.fleet.engines.get(engine_id)
             if outcome.verdict is not Verdict.PROVEN:
-                self.refused[engine_id] = outcome.detail or str(outcome.verdict)
+                self.failed[engine_id] = outcome.detail or str(outcome.verdict)
+                if outcome.verdict is not Verdict.ENGINE:
+                    self.refused.add(engine_id)
             elif self.open and engine is not None and engine.pinned is self.pinner.order:
                 self._admit(engine_id)
         except Exception as exc:  # the task's edge: the engine is given back
             log.exception("serving of %s: pin of %s", self.point.id, engine_id)
-            self.refused[engine_id] = f"{type(exc).__name__}: {exc}"
+            self.failed[engine_id] = f"{type(exc).__name__}: {exc}"
+            self.refused.add(engine_id)
         finally:
             self.pins.pop(engine_id, None)
             self.settle()
@@ -111,6 +121,7 @@ class ServedLane:
 
     def _admit(self, engine_id: str) -> None:
         self._proofs += 1
+        self.failed.pop(engine_id, None)
         self._busy_at = self.parts.clock()
         report = self.parts.fleet.engines[engine_id].report
         headers = {"authorization": f"Bearer {report.api_key}"} if report.api_key else {}
@@ -186,6 +197,7 @@ class Serving:
         self._pins = pins
         self._patience_s = patience_s
         self._made = 0
+        self._unfit: set[str] = set()
         self.lanes: dict[str, ServedLane] = {}
 
     async def tick(self) -> bool:
@@ -198,9 +210,10 @@ class Serving:
             lane.look()
             if not lane.open and not lane.engines:
                 del self.lanes[id_]
+        self._unfit &= wanted.keys()
         for id_, point in wanted.items():
-            if id_ not in self.lanes:
-                await self._begin(point)
+            if id_ not in self.lanes and id_ not in self._unfit:
+                await self._begun(point)
         if ended := [point for point in over if point not in self.lanes]:
             await self._ledger(self._moves.forget, ended)
         for id_, lane in list(self.lanes.items()):
@@ -208,6 +221,18 @@ class Serving:
                 await self._ledger(self._moves.note, id_, outlook)
                 lane.told = outlook
         return bool(ended)
+
+    async def _begun(self, point: Runnable) -> None:
+        """What can't be begun is told so, and keeps no other from being served."""
+        try:
+            await self._begin(point)
+        except (Unavailable, Fenced):
+            raise
+        except Exception as exc:
+            log.exception("point %s can't be served", point.id)
+            self._unfit.add(point.id)
+            told = Outlook(0, None, f"it can't be served: {type(exc).__name__}: {exc}")
+            await self._ledger(self._moves.note, point.id, told)
 
     async def _begin(self, point: Runnable) -> None:
         self._made += 1

@@ -98,6 +98,17 @@ async def test_kill_9_of_a_functions_process_in_mid_point_is_that_points_crash_a
         os.kill(noted(tmp_path, "child")[0], signal.SIGKILL)  # it had left its parent's group, which was gone
 
 
+async def test_a_functions_process_that_died_while_it_did_nothing_costs_the_next_point_nothing(tmp_path: Path) -> None:
+    async with stand_of(tmp_path).running(engines=0) as stand:
+        await stand.until_ended(stand.dispatch("r", 1))
+        [pid] = noted(tmp_path, "made")
+        os.kill(pid, signal.SIGKILL)
+        await stand.until(lambda: not psutil.pid_exists(pid))
+        [view] = await stand.until_ended(stand.dispatch("r", 2))
+        assert (view.state, view.attempts) == (PointState.DONE, 1)
+        assert len(noted(tmp_path, "made")) == 2
+
+
 async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_canary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

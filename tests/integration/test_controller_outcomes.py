@@ -15,7 +15,7 @@ import pytest
 from eval_service.contract import names
 from eval_service.contract.outbox import Outbox
 from eval_service.contract.states import PointState, Reason
-from eval_service.contract.wire import DispatchRequest
+from eval_service.contract.wire import DispatchRequest, DrainRequest, OnTimeout, PointView
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
 from tests.support.bounded import go
 from tests.support.controller_stand import Stand
@@ -210,5 +210,41 @@ def test_a_snapshot_that_vanishes_while_it_waits_ends_its_point_and_leaves_the_f
             [view] = await stand.until_ended(point)
             assert (view.state, view.reason) == (PointState.SKIPPED, Reason.CKPT_MISSING)
             await stand.until_done(stand.dispatch("r", 2))
+
+    go(body)
+
+
+def test_whatever_ends_a_point_its_snapshot_goes_at_once_and_not_with_the_next_scan(stand: Stand) -> None:
+    """Checks that it does not pass, a drain's deadline, and its own with no engine there; the scan is an hour away."""
+
+    async def body() -> None:
+        async with stand.running(0):
+            await stand.until(lambda: stand.acting)
+            stand.put_run("r", keep=0)
+
+            async def gone(step: int, ends: Callable[[], object], **export: Any) -> PointView:
+                exported = stand.export("r", step, **export)
+                point = stand.dispatch("r", step, exported)
+                waiting = len(export) == 0
+                await stand.until(lambda: not waiting or point in {p.id for p in stand.acting._moves.runnable()})
+                ends()
+                [view] = await stand.until_ended(point)
+                await stand.until(lambda: not exported.path.exists())
+                return view
+
+            def abort() -> None:
+                asked = DrainRequest(run="r", planned=(), timeout_s=5, on_timeout=OnTimeout.ABORT)
+                stand.intents.begin_drain(asked)
+                stand.clock.ahead_s += 6
+
+            def late() -> None:
+                stand.clock.ahead_s += stand.config.service.point_timeout_s + 1
+
+            ends = [
+                await gone(1, lambda: None, without=("model.norm.weight",)),
+                await gone(2, abort),
+                await gone(3, late),
+            ]
+            assert [view.reason for view in ends] == [Reason.SNAPSHOT_INVALID, Reason.DRAIN_TIMEOUT, Reason.UNHEALTHY]
 
     go(body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,16 @@ from eval_service.functions import SAMPLES, EvalContext
 from eval_service.suites.config import SamplingConfig
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import parse_answer, request_for
-from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, odd_model, reference_canary
+from tests.support.engine_model import (
+    CONTEXT,
+    VOCAB_SIZE,
+    TinyModel,
+    make_model,
+    odd_model,
+    reference_canary,
+    truncated,
+)
+from tests.support.processes import assert_gone, tree
 
 pytestmark = pytest.mark.timeout(330)  # a real engine starts within 10 s of a core, of which a busy machine has little
 IDS = list(range(5, 25))
@@ -334,6 +345,7 @@ def test_an_update_that_cannot_be_right_is_200_with_the_new_label(served: Served
     assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True, slots=True)
 class Doomed:
     """An engine for each way to end one; the first of them stood paused while the other started."""
@@ -406,6 +418,8 @@ def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> Non
     engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
 
 
+=======
+>>>>>>> lossless
 def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_proves_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,3 +444,99 @@ def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_pro
             function.evaluate_checkpoint(served.boot.path, context)
     finally:
         function.dispose()
+
+
+def test_sigterm_ends_an_idle_server_by_itself_with_all_that_it_started(served: Served) -> None:
+    """The last of this engine. Real ones take 6 s, after a failed health check a minute: nobody waits for more than a
+    grace.
+    """
+    process = served.server.process
+    assert process.server_pid is not None
+    family = tree(process.server_pid)
+    os.kill(process.server_pid, signal.SIGTERM)
+    served.loop.run(asyncio.wait_for(process.exited.wait(), 90))
+    assert_gone(family)
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """An engine for each way to end one; the first of them stood paused while the other started."""
+
+    engines: dict[str, Served]
+    while_paused: list[int]  # what it answered: to the pause, /health, the end of the pause, /health, /generate
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
+def doomed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
+    root = tmp_path_factory.mktemp("doomed")
+    boot = make_model(root / "boot", seed=1)
+    knobs = {"overrides": {"paused_health_s": 0.1}} if request.param == "fake" else {}
+    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, "start_timeout_s": 110, **knobs})
+    engines: dict[str, Served] = {}
+    with asyncio.Runner() as loop:
+
+        async def start(what: str) -> None:
+            server = await boot_server(group, BootOptions(log=root / f"{what}.log"), SystemClock())
+            engines[what] = Served(request.param, server, loop, boot, boot)
+
+        async def start_all() -> list[int]:
+            await start(_ENDS[0])
+            paused = asyncio.to_thread(_answers_while_paused, engines[_ENDS[0]])
+            others = asyncio.gather(*(start(what) for what in _ENDS[1:]))
+            answers, _ = await asyncio.gather(paused, others)
+            return answers
+
+        try:
+            yield Doomed(engines, loop.run(start_all()))
+        finally:
+            for engine in engines.values():
+                loop.run(engine.server.stop())
+
+
+_ENDS = ("a short norm", "a token id beyond the vocabulary", "a truncated shard")
+
+
+def _answers_while_paused(engine: Served) -> list[int]:
+    calls: tuple[tuple[str, str, Any, str | None], ...] = (
+        ("POST", "/pause_generation", {"mode": "abort"}, "admin"),
+        ("GET", "/health", None, None),
+        ("POST", "/continue_generation", {}, "admin"),
+        ("GET", "/health", None, None),
+        ("POST", "/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 1}}, "api"),
+    )
+    return [engine.call(method, path, body, key=key).status_code for method, path, body, key in calls]
+
+
+@pytest.mark.destructive
+@pytest.mark.timeout(300)  # three real engines start
+def test_health_answers_503_in_a_pause_which_is_no_death(doomed: Doomed) -> None:
+    assert doomed.while_paused == [200, 503, 200, 200, 200]
+
+
+@pytest.mark.destructive
+def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(doomed: Doomed, tmp_path: Path) -> None:
+    """It drops the connection, and does not come back."""
+    engine = doomed.engines["a short norm"]
+    bad = odd_model(tmp_path / "odd", "a short norm")
+    with pytest.raises(EngineDown):
+        engine.loop.run(engine.server.api.update_weights_from_disk(str(bad), "bad", timeout_s=60))
+    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
+
+
+@pytest.mark.destructive
+def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> None:
+    engine = doomed.engines["a token id beyond the vocabulary"]
+    with pytest.raises(httpx.TransportError):
+        engine.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
+    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
+
+
+@pytest.mark.destructive
+def test_a_truncated_shard_ends_the_server_and_its_pin_has_died(doomed: Doomed, tmp_path: Path) -> None:
+    """A file that is as short as its manifest says is loaded: only the checks of its content could have told."""
+    engine = doomed.engines["a truncated shard"]
+    short = truncated(engine.boot, tmp_path / "short")
+    with pytest.raises(PinFailed) as caught:
+        engine.loop.run(engine.server.pinner.pin(_order(short, None, "short.1")))
+    assert caught.value.error is PinError.DIED
+    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))

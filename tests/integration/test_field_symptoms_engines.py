@@ -97,10 +97,11 @@ async def test_five_oversize_prompts_leave_the_engine_in_use_for_a_normal_one(tm
 
 
 async def test_all_engines_die_and_the_queue_goes_on_with_the_one_that_comes_back(tmp_path: Path) -> None:
-    """The router loops in panic after all workers die."""
+    """The router won't start with one bad worker, and loops in panic after all workers die."""
     async with Stand(tmp_path, prompts=60, knobs={"latency_s": 0.05}).running(2) as stand:
         stand.put_run("r")
-        await stand.until_ready()
+        stand.start_engine("bad", boot_fails=True)
+        await stand.until_ready("e0", "e1")
         points = [stand.dispatch("r", step) for step in (1, 2, 3)]
         await stand.until_state(points[0], PointState.RUNNING)
         for name in ("e0", "e1"):

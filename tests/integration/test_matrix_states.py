@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from eval_service.admission.checks import find_faults
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
+from eval_service.contract.wire import DispatchRequest
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves
 from eval_service.ledger.orders import Orders
@@ -63,6 +66,32 @@ def test_a_controller_killed_in_any_live_state_is_followed_by_one_that_ends_the_
     go(body)
 
 
+@pytest.mark.parametrize("state", [PointState.RESERVED, PointState.QUEUED])
+def test_a_controller_killed_while_a_point_waits_is_followed_by_one_that_ends_it_once(
+    stand: Stand, state: PointState
+) -> None:
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            stand.put_run("r")
+            orders, export, reservation = Orders(stand.database), stand.export("r", 1), str(uuid.uuid4())
+            orders.pause("r")
+            point = stand.intents.dispatch(DispatchRequest(run="r", step=1, reservation=reservation)).points[0].id
+            if state is PointState.QUEUED:
+                stand.dispatch("r", 1, export, reservation=reservation)
+                await stand.until_state(point, state)
+                await stand.until(lambda: not stand.acting._moves.unadmitted())
+            await stand.kill_controller()
+            assert stand.point(point).state is state
+            stand.start_controller()
+            assert stand.dispatch("r", 1, export, reservation=reservation) == point
+            orders.resume("r")
+            [view] = await stand.until_done(point)
+            assert [attempt.outcome for attempt in view.history] == ["done"]
+
+    go(body)
+
+
 def test_the_only_engine_killed_while_a_point_is_queued_is_waited_for(stand: Stand) -> None:
     async def body() -> None:
         async with stand.running(1):
@@ -86,6 +115,31 @@ def test_the_only_engine_killed_in_any_live_state_is_waited_for(stand: Stand, st
             await stand.until_ready()
             point = await held_in(stand, state)
             stand.kill_server("e0")
+            stand.release_scoring()
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+
+    go(body)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_the_only_replica_cut_off_in_any_live_state_is_lost_and_its_point_goes_on_when_it_is_back(
+    tmp_path: Path, state: PointState
+) -> None:
+    async def body() -> None:
+        async with Stand(tmp_path, prompts=100, knobs=KNOBS).running(1) as stand:
+            await stand.until_ready()
+            point = await held_in(stand, state)
+            stand.link.cut.add("e0")
+            if state is PointState.RUNNING:
+                await stand.turn("e0", latency_s=600.0)  # what it is yet to be asked stays unanswered
+            stand.acting.fleet._clock = lambda: time.monotonic() + 2 * stand.config.service.engine_lost_s
+            assert stand.link.controller is not None
+            stand.link.controller.wake()
+            await stand.until(lambda: stand.engine("e0").lost)
+            assert stand.point(point).state is state
+            await stand.turn("e0", update_s=0.0, latency_s=0.0)
+            stand.link.cut.clear()
             stand.release_scoring()
             [view] = await stand.until_done(point)
             assert view.attempts == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,18 @@ def odd_model(path: Path, what: str) -> Path:
         (path / name).write_bytes(data)
     write_safetensors(path / "model.safetensors", [_made(n, t.data) for n, t in tensors.items()])
     return path
+
+
+def truncated(model: TinyModel, path: Path) -> TinyModel:
+    """A snapshot whose manifest says that the short file is whole: the replica can't tell, and the engine dies."""
+    shutil.copytree(model.path, path)
+    shard = path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-64])
+    files = tuple(
+        entry.model_copy(update={"size_bytes": entry.size_bytes - 64}) if entry.name == shard.name else entry
+        for entry in model.manifest.files
+    )
+    return TinyModel(path, model.manifest.model_copy(update={"files": files}))
 
 
 def _made(name: str, values: Any) -> TensorData:

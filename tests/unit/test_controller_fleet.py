@@ -144,6 +144,26 @@ def test_a_new_nonce_ends_pins_under_way_and_restarts_go_on(bench: Bench) -> Non
     go(body)
 
 
+def test_who_waits_for_an_engine_hears_at_once_that_what_nobody_waits_for_any_more_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "POLL_S", 3600.0)  # no look of its own would find it
+
+    async def body() -> None:
+        await bench.poll()
+        bench.fleet.engines["e"].point = "p"
+        given_up = bench.fleet.send("e", CommandKind.PIN)
+        command = await bench.poll()
+        assert command is not None
+        given_up.cancel()
+        waiting = asyncio.create_task(bench.fleet.wait_ready("e", 3600.0))
+        await asyncio.sleep(0)
+        await bench.poll(results=(CommandResult(command.id, ok=False, error=PinError.TIMEOUT),))
+        assert await waiting
+
+    go(body)
+
+
 def test_a_silent_engine_is_lost_its_commands_with_it_and_it_may_come_back(bench: Bench) -> None:
     async def body() -> None:
         await bench.poll()

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from eval_service.controller import run_threads
+from eval_service.controller.db import NotBegun
 from eval_service.controller.run_threads import RunThreads, StorageHangs
 
 
@@ -71,5 +72,21 @@ def test_a_call_that_was_never_begun_holds_no_place() -> None:
         assert threads.free("b")
         release.set()
         assert await first
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_call_for_which_no_thread_could_be_started_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        threads = RunThreads("t", share=1, at_once=1)
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", start)
+            with pytest.raises(NotBegun, match="can't start new thread"):
+                await threads.run("a", lambda: None, timeout_s=30)
+        assert threads.free("a")
+        assert await threads.run("a", lambda: 7, timeout_s=30) == 7
 
     asyncio.run(asyncio.wait_for(body(), 30))

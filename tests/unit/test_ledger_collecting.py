@@ -33,8 +33,8 @@ from eval_service.contract.states import PointState, Reason
 from eval_service.controller.db import LedgerThread
 from eval_service.controller.housekeeping import Housekeeping
 from eval_service.fleet_config import ServiceConfig
-from eval_service.gc.collect import Collected, collect, find_leftovers, remove_held
-from eval_service.gc.plan import Deletion
+from eval_service.gc.collect import Collected, collect, find_leftovers, remove_held, remove_leftover
+from eval_service.gc.plan import Deletion, Leftover
 from eval_service.intake import Known, Scan, scan_run
 from eval_service.ledger.bounds import Bounds
 from eval_service.ledger.intents import Intents
@@ -46,6 +46,7 @@ from eval_service.objects.store import ObjectStore, Until
 from eval_service.objects.upload import upload
 from tests.support.ledger import SUITES, Ledger, result
 from tests.support.tiny_snapshots import lay_out, publish, request, tiny
+from tests.support.until import until
 
 S = PointState
 
@@ -118,6 +119,19 @@ def test_what_settled_goes_and_the_best_the_held_and_the_needed_stay(ledger: Led
     send(ledger, needed)
     tend(ledger, lambda: ledger.snapshot(3)["deleted_at"] is not None)
     assert [p.path.exists() for p in (best, held, plain, needed)] == [True, True, False, True]
+
+
+def test_a_stale_higher_step_left_in_a_root_is_a_point_of_its_own_and_harms_no_lower_one(ledger: Ledger) -> None:
+    """A former launch died between the rename and its POST, ahead of where this one goes on."""
+    stale, best, plain = (export(ledger, step) for step in (900, 1, 2))
+    done(ledger, best, 0.9)
+    tend(ledger, lambda: ledger.snapshot(900) is not None)
+    ledger.look()
+    done(ledger, plain, 0.1)
+    tend(ledger, lambda: not plain.path.exists())
+    assert {step: state for step, _, state in ledger.states()} == {1: S.DONE, 2: S.DONE, 900: S.QUEUED}
+    assert best.path.exists()
+    assert stale.path.exists()
 
 
 def test_what_an_engine_loads_now_stays_until_it_is_done(ledger: Ledger) -> None:
@@ -503,6 +517,84 @@ def test_hard_links_that_the_file_system_would_not_remove_are_tried_again(
     monkeypatch.setattr("eval_service.controller.housekeeping.remove_held", remove)
     monkeypatch.setattr("eval_service.controller.housekeeping.find_leftovers", lambda *_: [])
     tend(ledger, lambda: not held.exists(), settled=lambda: False)
+
+
+def test_what_can_never_be_removed_keeps_nothing_else_of_its_run(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point, held = hold(ledger, 1)
+    ledger.orders.cancel(point)
+    early = export(ledger, 2)
+    ledger.orders.cancel(send(ledger, early))
+    ledger.look()
+    half = [ledger.root / "r1" / partial_name(f"{number:032x}") for number in (1, 2)]
+    for directory in half:
+        directory.mkdir()
+        os.utime(directory, (0, 0))
+
+    def refused(*_: object) -> Collected:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    def remove(leftover: Leftover, root: Path) -> Collected:
+        return remove_leftover(leftover, root) if leftover.name == half[1].name else refused()
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.remove_held", refused)
+    monkeypatch.setattr("eval_service.controller.housekeeping.remove_leftover", remove)
+    tend(ledger, lambda: not early.path.exists() and not half[1].exists(), settled=lambda: False)
+    assert held.exists()
+    assert half[0].exists()
+
+
+def test_links_that_an_engine_still_loads_from_are_swept_only_when_it_is_done(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point, held = hold(ledger, 1)
+    ledger.orders.cancel(point)
+    ledger.look()
+    looks: list[bool] = []
+
+    def look(root: Path, run: str) -> list[Leftover]:
+        looks.append(held.exists())
+        return find_leftovers(root, run)
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.find_leftovers", look)
+    monkeypatch.setattr("eval_service.controller.housekeeping.LEFTOVERS_EVERY_S", 0.0)
+    tend(
+        ledger,
+        lambda: not held.exists(),
+        settled=lambda: False,
+        loading=lambda: frozenset({str(held)} if len(looks) < 3 else ()),
+    )
+    assert looks[:3] == [True, True, True]
+
+
+def test_work_that_is_over_and_not_yet_taken_out_keeps_none_of_its_name_from_starting(ledger: Ledger) -> None:
+    async def work() -> None:
+        thread = LedgerThread()
+        keeping = Housekeeping(
+            ServiceConfig(roots=(ledger.root,), state_dir=ledger.base), ledger.intents, ledger.retention, thread
+        )
+        done: list[int] = []
+
+        async def first() -> None:
+            done.append(1)
+
+        async def second() -> None:
+            await asyncio.sleep(0)
+            done.append(2)
+
+        assert keeping._start("collect: run r1", first)
+        assert not keeping._start("collect: run r1", second)
+        await asyncio.sleep(0)
+        assert done == [1]
+        assert keeping._start("collect: run r1", second), "the first looks at nothing any more"
+        await asyncio.sleep(0)
+        assert not keeping._start("collect: run r1", first), "the second has just begun"
+        await until(lambda: not keeping._tasks)
+        assert done == [1, 2]
+        thread.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def hold(ledger: Ledger, step: int) -> tuple[str, Path]:
