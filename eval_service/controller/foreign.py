@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from eval_service.ledger.moves import Moves, Result, Runnable
 from eval_service.suites.alarms import alarms_of
 from eval_service.suites.kinds import FunctionSuite, LmEvalSuite
 from eval_service.suites.samples import write_samples
+from eval_service.suites.sources import LOOK_S
 
 _MAX_ERROR_RATE = 0.05
 
@@ -32,6 +34,7 @@ class Made:
     samples: Path
     weights: Weights
     timings: Mapping[str, float]
+    asked: str  # the suite's digest as it was when it was evaluated
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Keeper:
             timings=dict(made.timings),
             headline=config.metric,
             direction=config.direction,
-            suite_digest=self.suite.digest,
+            suite_digest=made.asked,
             alarms=alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else (),
         )
         recorded = False
@@ -80,6 +83,13 @@ class Keeper:
             recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
         if not recorded:
             await threads.run(lambda: path.unlink(missing_ok=True))
+
+
+async def digest_now(suite: LmEvalSuite | FunctionSuite) -> str:
+    """What the suite's files come to now; what they did at the start where their storage does not answer in time."""
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(DaemonThreads("suites").run(suite.digest_now), LOOK_S)
+    return suite.digest
 
 
 def metrics_of(told: Mapping[str, Any]) -> dict[str, Metric]:

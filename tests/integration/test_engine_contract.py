@@ -26,6 +26,8 @@ from eval_service.functions import SAMPLES, EvalContext
 from eval_service.suites.config import SamplingConfig
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import parse_answer, request_for
+from eval_service.suites.kinds import FunctionSuite
+from eval_service.suites.suite import load_suites
 from tests.support.engine_model import CONTEXT, VOCAB_SIZE, TinyModel, make_model, odd_model, reference_canary
 
 IDS = list(range(5, 25))
@@ -408,23 +410,27 @@ def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> Non
 def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_proves_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    attached = importlib.import_module("attached_function")
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "ab", "answer": "no such answer"}\n' * 3)
+    examples = Path(__file__).resolve().parents[2] / "examples/suites"
+    suite = load_suites(examples / "function.toml")["attached"]
+    assert isinstance(suite, FunctionSuite)
+    monkeypatch.syspath_prepend(str(examples))
+    module, _, name = suite.config.function.partition(":")
+    asked = [json.loads(line)["prompt"] for line in (examples / suite.config.options["questions"]).open()]
     for name, key in (("key", served.server.keys.api), ("admin", served.server.keys.admin)):
         (tmp_path / name).write_text(key)
     files = {"key_file": str(tmp_path / "key"), "admin_key_file": str(tmp_path / "admin")}
-    function = attached.Attached(served.server.url, str(tmp_path / "questions.jsonl"), **files)
+    options = suite.config.options | {"url": served.server.url} | files
+    function = getattr(importlib.import_module(module), name)(**options)
     try:
         canary = served.canary(served.other).model_dump()
         context = EvalContext("r", 1, "mine", "point", tmp_path, canary=canary)
         function.evaluate_checkpoint(served.other.path, context)
         assert (context.pin_proof, context.weight_version) == (PinProof.CANARY, served.label())
-        assert (context.metrics["accuracy"].value, context.metrics["accuracy"].n) == (0.0, 3)
+        assert (context.metrics[suite.config.metric].value, context.metrics[suite.config.metric].n) == (0.0, len(asked))
         samples = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
-        assert {sample["output"] for sample in samples} == {served.generate(
-            text="ab", sampling_params={"max_new_tokens": 16, "temperature": 0.0}
-        ).json()["text"]}  # fmt: skip
+        sampling = {"max_new_tokens": suite.config.options["max_new_tokens"], "temperature": 0.0}
+        own = [served.generate(text=text, sampling_params=sampling).json()["text"] for text in asked]
+        assert [sample["output"] for sample in samples] == own
         with pytest.raises(RuntimeError, match="it holds other weights"):
             function.evaluate_checkpoint(served.boot.path, context)
     finally:
