@@ -111,10 +111,10 @@ def _point(row: RowMapping, metrics: dict[str, dict[str, Any]], wanted: Iterable
 
 
 def _best(rows: Iterable[RowMapping], direction: Direction) -> str | None:
-    """Of equals the first, as with `evalfleet best`."""
+    """Of equals the newest, as garbage collection keeps it and the advice has it."""
     best: RowMapping | None = None
     for row in rows:
         counts = row["state"] == PointState.DONE and row["score"] is not None
-        if counts and (best is None or direction.better(row["score"], best["score"])):
+        if counts and (best is None or not direction.better(best["score"], row["score"])):
             best = row
     return best["id"] if best is not None else None

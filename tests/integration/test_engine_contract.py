@@ -414,13 +414,14 @@ def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_pro
     suite = load_suites(examples / "function.toml")["attached"]
     assert isinstance(suite, FunctionSuite)
     monkeypatch.syspath_prepend(str(examples))
-    module, _, name = suite.config.function.partition(":")
-    asked = [json.loads(line)["prompt"] for line in (examples / suite.config.options["questions"]).open()]
+    module, _, attached = suite.config.function.partition(":")
+    rows = (examples / suite.config.options["questions"]).read_text().splitlines()
+    asked = [json.loads(row)["prompt"] for row in rows]
     for name, key in (("key", served.server.keys.api), ("admin", served.server.keys.admin)):
         (tmp_path / name).write_text(key)
     files = {"key_file": str(tmp_path / "key"), "admin_key_file": str(tmp_path / "admin")}
     options = suite.config.options | {"url": served.server.url} | files
-    function = getattr(importlib.import_module(module), name)(**options)
+    function = getattr(importlib.import_module(module), attached)(**options)
     try:
         canary = served.canary(served.other).model_dump()
         context = EvalContext("r", 1, "mine", "point", tmp_path, canary=canary)

@@ -97,6 +97,12 @@ def test_a_curve_has_values_intervals_gaps_and_the_best(api: Api) -> None:
     assert api.error("GET", "/runs/none/curve", 404)["field"] == "run"
 
 
+def test_of_equals_the_newest_is_the_best_as_garbage_collection_and_advice_have_it(api: Api) -> None:
+    points = [api.ledger.done(step, score=score) for step, score in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1))]
+    curve = Curve.model_validate(api.get("/runs/r1/curve"))
+    assert curve.best == points[2] == api.get("/runs/r1/advice")["best"]["point"]
+
+
 def test_each_point_of_a_curve_is_told_beside_the_one_before_it_the_best_or_a_step(api: Api, tmp_path: Path) -> None:
     for step, right in ((1, 4), (2, 30), (4, 20)):
         path = tmp_path / f"{step}.parquet"
