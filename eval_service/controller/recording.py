@@ -22,7 +22,7 @@ from eval_service.controller.judging import Judges
 from eval_service.controller.outcomes import LaneEnd
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Result, Runnable
-from eval_service.suites.alarms import alarms_of, data_changed
+from eval_service.suites.alarms import alarms_of, suite_stale
 from eval_service.suites.choosing import choice_note, choice_score
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import Generated
@@ -85,7 +85,7 @@ class Recorder:
         await self.threads.run(lambda: write_samples(path, samples))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
-            alarms += data_changed(await self._changed())
+            alarms += suite_stale(await self._changed())
             result = replace(self._result(found, weights, samples, path, spent), alarms=alarms)
             recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
         except Fenced:

@@ -44,7 +44,7 @@ def alarms_of(samples: Sequence[SampleView], headline: Metric | None, *, max_err
     return tuple(alarm for alarm in found if alarm is not None)
 
 
-def data_changed(found: Sequence[tuple[Source, str | None]]) -> tuple[Alarm, ...]:
+def suite_stale(found: Sequence[tuple[Source, str | None]]) -> tuple[Alarm, ...]:
     """What a suite's files tell that hold something else than was read of them: each with that digest, if any."""
     if not found:
         return ()
@@ -54,7 +54,7 @@ def data_changed(found: Sequence[tuple[Source, str | None]]) -> tuple[Alarm, ...
     then = "this point was asked what was read then" if source.path.suffix != ".py" else "it may score as it is now"
     return (
         Alarm(
-            kind=AlarmKind.DATA_CHANGED,
+            kind=AlarmKind.SUITE_STALE,
             message=f"{source.path}{more} {what} since the service read it; {then}: restart it to read it again",
             evidence={"file": str(source.path), "files": len(found), "was": source.digest, "is": now},
         ),

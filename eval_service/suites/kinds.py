@@ -209,9 +209,11 @@ def _yamls(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _data(directory: Path) -> Iterator[str]:
-    """The other files of the directory, by content: rows that the tasks read, say, which are what is asked too."""
+    """The other files of the directory, by content: rows that the tasks read, say, which are what is asked too. Hidden
+    ones are an editor's, or a file system's."""
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix not in (".yaml", ".yml", ".pyc"):
+        hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
+        if path.is_file() and not hidden and path.suffix not in (".yaml", ".yml", ".pyc"):
             yield f"{path.relative_to(directory)} {digest_of(path)}"
 
 

@@ -197,6 +197,7 @@ def test_data_beside_lm_eval_tasks_is_in_the_suites_digest(tmp_path: Path) -> No
     assert len(found) == 2
     mine = load_suites(file)["harness"]
     assert isinstance(mine, LmEvalSuite)
+    (tmp_path / "mine" / ".rows.jsonl.swp").write_text("an editor's")
     assert mine.digest_now() == mine.digest
     (tmp_path / "mine" / "rows.jsonl").write_text("{}  ")
     assert mine.digest_now() not in found, "what is read at each point is digested at each point"

@@ -127,7 +127,7 @@ def test_data_that_changes_between_two_points_while_the_service_lives_is_told_an
             [gone] = await stand.until_ended(stand.dispatch("r", 4))
         assert (before.alarms, again.alarms) == ((), ())
         (told,), (missing,) = after.alarms, gone.alarms
-        assert told.kind is missing.kind is AlarmKind.DATA_CHANGED
+        assert told.kind is missing.kind is AlarmKind.SUITE_STALE
         assert told.message.startswith(f"{rows} has changed since the service read it; this point was asked")
         assert told.evidence["was"] != told.evidence["is"]
         assert missing.message.startswith(f"{rows} is gone since")
