@@ -20,7 +20,7 @@ from eval_service.contract.results import Direction
 from eval_service.suites.comparison import Scores, Side, check_same_suite, difference, scores_in
 from eval_service.suites.samples import open_samples
 
-BUDGET_S = 0.25  # a page waits for it; some eighty pairs of files of 2,000 samples
+BUDGET_S = 0.25  # a page waits for it; some sixty pairs of files of 2,000 samples
 KEPT = 20_000  # pairs: those of twenty runs of a thousand points
 
 Pair = tuple[Side, Side]  # the other one, and the point that is judged
