@@ -64,7 +64,7 @@ urls = ["{url}"]
 api_key_env = "{keys[0]}"
 admin_api_key_env = "{keys[1]}"
 server_concurrency = {concurrency}
-"""
+{dtype}"""
 _SUITES = """
 [suites.speed]
 sampling = {{ max_new_tokens = {tokens} }}
@@ -175,10 +175,10 @@ async def speeds(base: Path, given: argparse.Namespace) -> tuple[list[tuple[Spee
     """Pairs of (by hand, by a point), one after the other."""
     model = _build(base, given)
     overrides = json.loads(given.overrides)
-    group = GroupConfig(model=model, start_timeout_s=_START_S, overrides=overrides)
+    group = GroupConfig(model=model, start_timeout_s=_START_S, dtype=given.dtype, overrides=overrides)
     server = await boot_server(group, BootOptions(log=base / "engine.log"), SystemClock())
     try:
-        with _service(base, model, server, given.concurrency) as client:
+        with _service(base, model, server, given) as client:
             suite = load_suites(base / "suites.toml")[_SUITE]
             assert isinstance(suite, Suite)
             bench = Bench(model, server, client, suite, given.concurrency)
@@ -213,11 +213,12 @@ def _build(base: Path, given: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def _service(base: Path, model: Path, server: Server, concurrency: int) -> Iterator[EvalClient]:
+def _service(base: Path, model: Path, server: Server, given: argparse.Namespace) -> Iterator[EvalClient]:
     """`evalfleet serve`, with the engine attached and a run to put points into."""
     family, port = Family(), free_port()
-    fleet = _FLEET.format(model=model, port=port, url=server.url, keys=_KEYS, concurrency=concurrency)
-    (base / "fleet.toml").write_text(fleet)
+    dtype = f'dtype = "{given.dtype}"\n' if given.dtype else ""
+    told = {"url": server.url, "keys": _KEYS, "concurrency": given.concurrency, "dtype": dtype}
+    (base / "fleet.toml").write_text(_FLEET.format(model=model, port=port, **told))
     keys = dict(zip(_KEYS, (server.keys.api, server.keys.admin), strict=True))
     try:
         files = ["--fleet", "fleet.toml", "--suites", "suites.toml", "--host", HOST, "--port", str(port)]
@@ -289,6 +290,7 @@ def measure(given: argparse.Namespace) -> Report:
             report.counts |= counts
         waited_s = asyncio.run(awaited_s(Path(base)))
     report.counts |= {"pairs": len(pairs), "cuda": cuda_available(), "memory_samples": given.memory_samples}
+    report.counts |= {"dtype": given.dtype or "the model's"}
     ratios = [by_point.generated / by_hand.generated for by_hand, by_point in pairs]
     whole = [by_point.recorded / by_hand.generated for by_hand, by_point in pairs]
     report.figures |= {
@@ -315,6 +317,7 @@ def main() -> int:
     parser.add_argument("--memory-samples", type=int, help="default: 100000, 2000 with --quick")
     parser.add_argument("--concurrency", type=int, help="requests in flight (default: 256 on a GPU, else 32)")
     parser.add_argument("--model", help="an HF directory (default: random weights, Qwen3-0.6B-shaped on a GPU)")
+    parser.add_argument("--dtype", help="what the engine computes in, such as bfloat16 (default: the model's)")
     parser.add_argument("--overrides", default="{}", help="SGLang server arguments, as JSON")
     parser.add_argument("--out", help="a file that the JSON is also written to")
     given = parser.parse_args()

@@ -114,6 +114,9 @@ def _sample(
         weight_version=asked["weight_version"],
         latency_s=circumstances.latency_s if circumstances else 0.0,
         logprob=float(likely[chosen]) if compared else None,
+        note=json.dumps({str(r[1]): value for r, value in zip(requests, likely, strict=False) if len(r) > 1})
+        if compared
+        else None,
     )
 
 

@@ -1,18 +1,18 @@
-"""Commands on the numbers of a run: compare two steps, list the samples that flipped, write the curve to a file."""
+"""Commands on the numbers of a run: the curve with comparisons, two steps compared, the samples that flipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import columns, print_json
 from eval_service.cli.reading import PAGE, all_points, verdict_of
 from eval_service.contract.client import EvalClient
+from eval_service.contract.curves import Curve, CurvePoint, sentence
 from eval_service.contract.errors import Conflict, NotFound
-from eval_service.contract.results import Comparison, Flip, Verdict
+from eval_service.contract.results import Comparison, Flip
 from eval_service.contract.states import PointState
 
 FirstStep = Annotated[int, typer.Argument(min=0, metavar="STEP1", help="The step to compare with.")]
@@ -54,31 +54,54 @@ def diff(
     print_json(found) if as_json else typer.echo("\n".join(_flips_text(one) for one in found))
 
 
+def curve(
+    run: options.Run,
+    suite: Annotated[str | None, typer.Option(help="Left out: the run's first.")] = None,
+    against: Annotated[
+        str, typer.Option(help="What each point is compared with: before (the one before it), best, or a step.")
+    ] = "before",
+    url: options.Url = options.DEFAULT_URL,
+    as_json: options.Json = False,
+) -> None:
+    """Show the curve of a suite, and whether each point is better than the one before it."""
+    with options.connect(url) as client:
+        found = client.curve(run, suite=suite, against=against)
+        while found.uncompared:  # what the service compared for one answer it knows at the next
+            more = client.curve(run, suite=suite, against=against)
+            if more.uncompared >= found.uncompared:
+                break
+            found = more
+    print_json(found) if as_json else typer.echo(curve_text(found))
+
+
+def curve_text(found: Curve) -> str:
+    """A line a point: its score with the 95% interval, and what it is beside another one."""
+    head = f"{found.run} {found.suite}, {found.headline or 'no result yet'}"
+    rows = [[point.step, *_told(point, found.headline)] for point in found.points]
+    lines = [head, columns("step score interval beside", rows)] if rows else [head, "no points"]
+    if found.uncompared:
+        lines.append(f"{found.uncompared} points are not compared yet: ask again")
+    return "\n".join(lines)
+
+
+def _told(point: CurvePoint, headline: str | None) -> list[object]:
+    span = point.values.get(headline or "")
+    if span is None:
+        return [f"{point.state}: {point.reason}" if point.reason else point.state, None, None]
+    interval = f"{span.low:.3f}..{span.high:.3f}" if span.low is not None and span.high is not None else None
+    return [span.value, interval, point.beside.said if point.beside is not None else None]
+
+
 def comparison_text(found: Comparison) -> str:
     """A comparison as a sentence, such as `step 800 is better than step 600: +2.1 ± 0.8 points (p=0.01), ...`."""
     name = found.suite if found.dataset is None else f"{found.suite}/{found.dataset}"
     if found.difference is None:
         return f"{name}: there is no prompt that both steps scored{_left_out(found)}"
-    said = {
-        Verdict.BETTER: f"step {found.b.step} is better than step {found.a.step}",
-        Verdict.WORSE: f"step {found.b.step} is worse than step {found.a.step}",
-        Verdict.UNDECIDED: f"step {found.b.step} can't be told from step {found.a.step}",
-    }[found.verdict]
-    show, unit = _scale(found)
-    sure = f" ± {show(found.stderr)}" if found.stderr is not None else ""
-    p = f"p={found.p_value:.2g}" if found.p_value is not None else "no p-value"
-    sides = f"{show(found.a.mean or 0.0)} -> {show(found.b.mean or 0.0)}"
+    means = [side.mean or 0.0 for side in (found.a, found.b)]
+    shares = all(0.0 <= mean <= 1.0 for mean in means)
+    sides = " -> ".join(f"{100 * mean:.1f}" if shares else f"{mean:.4g}" for mean in means)
     counts = f"{found.improved} better, {found.worsened} worse of {found.prompts} prompts"
-    sign = "+" if found.difference >= 0 else ""
-    return f"{name}: {said}: {sign}{show(found.difference)}{sure}{unit} ({p}); {sides}, {counts}{_left_out(found)}"
-
-
-def _scale(found: Comparison) -> tuple[Callable[[float], str], str]:
-    """Shares are told in points of a hundred."""
-    means = (found.a.mean or 0.0, found.b.mean or 0.0)
-    if all(0.0 <= mean <= 1.0 for mean in means):
-        return (lambda value: f"{100 * value:.1f}"), " points"
-    return (lambda value: f"{value:.4g}"), ""
+    return f"{name}: {sentence(found.a, found.b, found)}; {sides}, {counts}{_left_out(found)}"
 
 
 def _left_out(found: Comparison) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, RootModel, ValidationError
 
-from eval_service.contract.curves import DrainPage
+from eval_service.contract.curves import Curve, DrainPage
 from eval_service.contract.errors import BY_CODE, Busy, ErrorEnvelope, EvalfleetError, RateLimited, Unavailable
 from eval_service.contract.names import check_run
 from eval_service.contract.results import Advice, Comparison, Direction, SamplePage
@@ -274,6 +274,23 @@ class EvalClient:
             Conflict: they were not asked the same.
         """
         return self._call(Comparison, "GET", f"/points/{a}/compare/{b}", params=query, extra_s=COMPARE_S)
+
+    def curve(
+        self, run: str, *, suite: str | None = None, metrics: Sequence[str] = (), against: str | None = None
+    ) -> Curve:
+        """The points of a run's suite (None: its first), in few bytes.
+
+        Args:
+            metrics: none: the headline alone.
+            against: what each point is compared with on the same prompts: `before` (the one before it), `best`, or a
+                step. A long curve takes several calls: `uncompared` of the points are not yet.
+
+        Raises:
+            NotFound: no such run, or no result at that step.
+        """
+        asked = {"suite": suite, "metric": list(metrics), "against": against}
+        query = {name: value for name, value in asked.items() if value}
+        return self._call(Curve, "GET", f"/runs/{check_run(run)}/curve", params=query, extra_s=COMPARE_S)
 
     def advice(
         self,

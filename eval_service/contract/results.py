@@ -48,6 +48,7 @@ class AlarmKind(StrEnum):
     SCORE_COLLAPSE = "score_collapse"  # worse than the point before, beyond both intervals
     ERROR_RATE = "error_rate"  # samples errored, more than half of what would fail the point
     SUITE_CHANGED = "suite_changed"  # the suite or its data is not what the point before was asked
+    SUITE_STALE = "suite_stale"  # a file of the suite is not what the service read, and asks, any more
 
 
 class Alarm(Wire):

@@ -16,7 +16,7 @@ from typing import Any
 from eval_service.apart.process import Apart, Ended
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.controller.db import LedgerThread
-from eval_service.controller.foreign import Keeper, Made, metrics_of
+from eval_service.controller.foreign import Keeper, Made, digest_now, metrics_of
 from eval_service.controller.outcomes import LaneEnd, Overtaken
 from eval_service.controller.recording import Weights
 from eval_service.controller.scheduler import Claim
@@ -84,12 +84,14 @@ class FunctionLane:
         await self._advance(PointState.RUNNING)
         began = functions.clock()
         with scratch(Kind.ATTEMPT) as directory:
+            asked = await digest_now(self.suite)
+            await functions.renew(self.suite.name, asked)
             told = await self._told(directory)
             timings = {"pin_s": 0.0, "generate_s": functions.clock() - began}
             weights = Weights(told["weight_version"] or "", PinProof(told["pin_proof"]))
             await self._advance(PointState.SCORING)
             keeper = Keeper(self.point, self.number, self.suite, functions.moves, functions.ledger)
-            await keeper.record(Made(metrics_of(told["metrics"]), directory / SAMPLES, weights, timings))
+            await keeper.record(Made(metrics_of(told["metrics"]), directory / SAMPLES, weights, timings, asked))
 
     async def _told(self, directory: Path) -> dict[str, Any]:
         """What it reported.
@@ -152,6 +154,7 @@ class Functions:
     clock: Callable[[], float]
     places: Places
     _processes: dict[str, Apart] = field(default_factory=dict)
+    _asked: dict[str, str] = field(default_factory=dict)  # the digest that each was last evaluated under
 
     def next(self, queued: Sequence[Runnable], busy: frozenset[str]) -> list[Runnable]:
         """The first point of each function that is at none."""
@@ -171,6 +174,12 @@ class Functions:
             log_file = self.logs / f"function-{suite}.log"
             self._processes[suite] = await Apart.start("eval_service.apart.function_worker", log_file)
         return self._processes[suite]
+
+    async def renew(self, suite: str, asked: str) -> None:
+        """Have another process where the function's module or data has changed: what runs is what the digest tells."""
+        if self._asked.get(suite, asked) != asked:
+            await self.drop(suite, dispose=True)
+        self._asked[suite] = asked
 
     async def drop(self, suite: str, *, dispose: bool = False) -> None:
         """End a function's process, and what it started."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,13 +22,14 @@ from eval_service.controller.judging import Judges
 from eval_service.controller.outcomes import LaneEnd
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Result, Runnable
-from eval_service.suites.alarms import alarms_of
+from eval_service.suites.alarms import alarms_of, suite_stale
 from eval_service.suites.choosing import choice_note, choice_score
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import Generated
 from eval_service.suites.samples import write_samples
 from eval_service.suites.scorer_config import Code, Judge
 from eval_service.suites.scoring import Score, ScorerPool
+from eval_service.suites.sources import LOOK_S, Source, changed
 from eval_service.suites.statistics import Aggregated, aggregate
 from eval_service.suites.suite import Suite
 
@@ -83,6 +85,7 @@ class Recorder:
         await self.threads.run(lambda: write_samples(path, samples))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
+            alarms += suite_stale(await self._changed())
             result = replace(self._result(found, weights, samples, path, spent), alarms=alarms)
             recorded = await self.ledger.patiently(self.moves.finish, point.id, result)
         except Fenced:
@@ -90,6 +93,12 @@ class Recorder:
             raise
         if not recorded:
             await self.threads.run(lambda: path.unlink(missing_ok=True))
+
+    async def _changed(self) -> list[tuple[Source, str | None]]:
+        """The suite's files that hold something else by now; none where their storage does not answer in time."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self.threads.run(lambda: changed(self.suite.sources)), LOOK_S)
+        return []
 
     async def _scored(self, answers: Sequence[Answered], version: str) -> list[SampleView]:
         given = [(answer.ask.prompt, answer.generated) for answer in answers if answer.generated is not None]

@@ -14,7 +14,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from eval_service.contract.errors import ErrorBody, ErrorEnvelope, EvalfleetError, InvalidRequest
-from eval_service.gateway import dashboard, dispatch, drains, events, operations, points, runs, servings
+from eval_service.gateway import curves, dashboard, dispatch, drains, events, operations, points, runs, servings
 from eval_service.gateway.bodies import BODY_S, BodyLimit
 from eval_service.gateway.envelopes import envelope, refusal
 from eval_service.gateway.guard import Guard
@@ -37,7 +37,7 @@ def build_app(services: Services, *, body_s: float = BODY_S) -> FastAPI:
         redoc_url=None,
     )
     app.state.services = services
-    for module in (dashboard, dispatch, drains, runs, points, servings, events, operations):
+    for module in (dashboard, curves, dispatch, drains, runs, points, servings, events, operations):
         app.include_router(module.routes)
     app.add_exception_handler(EvalfleetError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -1,5 +1,5 @@
 """The dashboard: a handful of files, read once, under a policy that lets a page load nothing from anywhere else; and
-the two routes that only it needs.
+a route that only it needs.
 
 What models and datasets wrote reaches a page as JSON alone, and the page makes text of it, never markup.
 """
@@ -14,7 +14,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from eval_service.contract.curves import Curve, DrainPage
+from eval_service.contract.curves import DrainPage
 from eval_service.contract.errors import NotFound
 from eval_service.gateway.services import Given
 
@@ -52,17 +52,6 @@ async def index(request: Request) -> Response:
 async def asset(path: str, request: Request) -> Response:
     """One of the dashboard's files."""
     return _answer(path, request)
-
-
-@routes.get("/runs/{run}/curve")
-def get_curve(
-    run: str,
-    services: Given,
-    suite: str | None = None,
-    metric: Annotated[tuple[str, ...], Query(description="none: the headline alone", max_length=20)] = (),
-) -> Curve:
-    """The curve of one suite (left out: the run's first), in few bytes: no timings, no paths."""
-    return services.curves.curve(run, suite, metric)
 
 
 @routes.get("/drains")

@@ -28,6 +28,7 @@ from eval_service.ledger.orders import Orders
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import Servings
 from eval_service.ledger.views import Views
+from eval_service.suites.curve import Besides
 
 CARRY_OUT_S = 2.0  # how long an order waits for the controller before it answers 202
 _T = TypeVar("_T")
@@ -60,6 +61,7 @@ class Services:
         self.scaling = ScaleOrders(database, groups)
         self.advisor = Advisor(database)
         self.curves = Curves(database)
+        self.besides = Besides()
         self.endpoint = Endpoint(Servings(database), *proxy_address) if proxy_address is not None else None
         self.access = access or Access()
         self.version = version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import RowMapping, func, select
@@ -17,6 +18,16 @@ from eval_service.ledger.schema import drains, points, runs
 from eval_service.ledger.watching import from_text
 
 _COLUMNS = ("id", "step", "state", "reason", "lag_steps", "alarms", "score", "headline", "direction", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A point of a curve that has samples, and where they lie."""
+
+    id: str
+    step: int
+    suite_digest: str | None
+    samples_path: str
 
 
 class Curves:
@@ -44,6 +55,15 @@ class Curves:
             counting = (of_run, points.c.suite == chosen, points.c.superseded.is_(False))
             rows = connection.execute(query.where(*counting)).mappings().all()
         return _curve(run, chosen, suites, metrics, rows)
+
+    def measured(self, run: str, suite: str) -> list[Measured]:
+        """The points of a curve that have samples, by step."""
+        counting = (points.c.run == run, points.c.suite == suite, points.c.superseded.is_(False))
+        there = (points.c.state == PointState.DONE, points.c.samples_path.is_not(None))
+        columns = (points.c[name] for name in ("id", "step", "suite_digest", "samples_path"))
+        query = select(*columns).where(*counting, *there).order_by(points.c.step, points.c.seq)
+        with self._db.reading() as connection:
+            return [Measured(*row) for row in connection.execute(query)]
 
     def drains(self, run: str | None, *, offset: int, limit: int) -> DrainPage:
         """The drains of a run, or of all, the newest first."""
@@ -91,10 +111,10 @@ def _point(row: RowMapping, metrics: dict[str, dict[str, Any]], wanted: Iterable
 
 
 def _best(rows: Iterable[RowMapping], direction: Direction) -> str | None:
-    """Of equals the first, as with `evalfleet best`."""
+    """Of equals the newest, as garbage collection keeps it and the advice has it."""
     best: RowMapping | None = None
     for row in rows:
         counts = row["state"] == PointState.DONE and row["score"] is not None
-        if counts and (best is None or direction.better(row["score"], best["score"])):
+        if counts and (best is None or not direction.better(best["score"], row["score"])):
             best = row
     return best["id"] if best is not None else None

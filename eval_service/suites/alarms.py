@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from eval_service.contract.metric_keys import ERROR_RATE, TRUNCATED
 from eval_service.contract.results import Alarm, AlarmKind, Direction, Metric, SampleView
+from eval_service.suites.sources import Source
 
 EOS_SAMPLES = 8  # fewer answers that were all cut say little
 EOS_TOKENS = 4  # a suite that asks for no more (a letter, a number) cuts them by design
@@ -41,6 +42,23 @@ def alarms_of(samples: Sequence[SampleView], headline: Metric | None, *, max_err
         _error_rate(samples, max_error_rate),
     )
     return tuple(alarm for alarm in found if alarm is not None)
+
+
+def suite_stale(found: Sequence[tuple[Source, str | None]]) -> tuple[Alarm, ...]:
+    """What a suite's files tell that hold something else than was read of them: each with that digest, if any."""
+    if not found:
+        return ()
+    source, now = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    what = "is gone" if now is None else "has changed"
+    then = "this point was asked what was read then" if source.path.suffix != ".py" else "it may score as it is now"
+    return (
+        Alarm(
+            kind=AlarmKind.SUITE_STALE,
+            message=f"{source.path}{more} {what} since the service read it; {then}: restart it to read it again",
+            evidence={"file": str(source.path), "files": len(found), "was": source.digest, "is": now},
+        ),
+    )
 
 
 def alarms_against(before: Told | None, now: Told) -> tuple[Alarm, ...]:

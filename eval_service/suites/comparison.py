@@ -56,13 +56,37 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scores:
+class Scores:
     """By prompt, of one point: means (NaN where none of its samples was scored), and the rows that show them best."""
 
     means: Any  # float64, one a prompt
     single: bool  # never more than one sample a prompt
     highest: Any  # the row of the best sample, -1 for none
     lowest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What b's scores say beside a's: masks and means are by prompt, all of one length."""
+
+    found: Paired
+    verdict: Verdict
+    a: Compared
+    b: Compared
+    has_a: Any
+    has_b: Any
+    changed: Any  # the prompts whose score is another one
+    improved: int
+
+    @property
+    def prompts(self) -> int:
+        """That both scored."""
+        return int((self.has_a & self.has_b).sum())
+
+    @property
+    def worsened(self) -> int:
+        """Prompts that b does worse on."""
+        return len(self.changed) - self.improved
 
 
 def paired(a: Sequence[float], b: Sequence[float], *, single: bool) -> Paired:
@@ -100,6 +124,43 @@ def compare(a: Side, b: Side, *, direction: Direction, dataset: str | None = Non
         NotFound: a file is gone.
         InvalidRequest: no such dataset.
     """
+    check_same_suite(a, b)
+    with open_samples(a.path) as of_a, open_samples(b.path) as of_b:
+        if not (a.suite_digest and b.suite_digest):
+            _check_same_prompts(of_a, of_b)
+        scores = scores_in(of_a, dataset), scores_in(of_b, dataset)
+        told = difference((a, b), scores, direction)
+        shown = told.changed[page.offset : page.offset + page.limit]
+        return Comparison(
+            suite=b.suite,
+            dataset=dataset,
+            direction=direction,
+            a=told.a,
+            b=told.b,
+            prompts=told.prompts,
+            only_a=int((told.has_a & ~told.has_b).sum()),
+            only_b=int((told.has_b & ~told.has_a).sum()),
+            neither=_neither((of_a, of_b), dataset, told.has_a | told.has_b),
+            difference=told.found.difference,
+            stderr=told.found.stderr,
+            low=told.found.low,
+            high=told.found.high,
+            p_value=told.found.p_value,
+            method=told.found.method,
+            verdict=told.verdict,
+            improved=told.improved,
+            worsened=told.worsened,
+            flips=tuple(_flips((of_a, of_b), scores, shown)),
+            total=len(told.changed),
+        )
+
+
+def check_same_suite(a: Side, b: Side) -> None:
+    """See that two points were asked the same, as far as both tell what they were asked.
+
+    Raises:
+        Conflict: they were not.
+    """
     if a.suite_digest and b.suite_digest and a.suite_digest != b.suite_digest:
         raise Conflict(
             f"suite {a.suite!r} (digest {a.suite_digest[:8]}) at step {a.step} is not {b.suite!r} "
@@ -107,51 +168,25 @@ def compare(a: Side, b: Side, *, direction: Direction, dataset: str | None = Non
             field="b",
             hint="evaluate one of the snapshots again under the suite as it is now",
         )
-    with open_samples(a.path) as of_a, open_samples(b.path) as of_b:
-        if not (a.suite_digest and b.suite_digest):
-            _check_same_prompts(of_a, of_b)
-        scores_a, scores_b = _scores(of_a, dataset), _scores(of_b, dataset)
-        return _compared(a, b, (of_a, of_b), (scores_a, scores_b), direction, dataset, page)
 
 
-def _compared(
-    a: Side,
-    b: Side,
-    files: tuple[Any, Any],
-    scores: tuple[_Scores, _Scores],
-    direction: Direction,
-    dataset: str | None,
-    page: Page,
-) -> Comparison:
+def difference(sides: tuple[Side, Side], scores: tuple[Scores, Scores], direction: Direction) -> Difference:
+    """The second of two points beside the first."""
     means_a, means_b = _same_length(scores[0].means, scores[1].means)
     has_a, has_b = ~numpy.isnan(means_a), ~numpy.isnan(means_b)
     both = has_a & has_b
     found = paired(means_a[both], means_b[both], single=scores[0].single and scores[1].single)
     changed = numpy.flatnonzero(both & (means_a != means_b))
     up = int((means_b[changed] > means_a[changed]).sum())
-    improved = up if direction is Direction.MAX else len(changed) - up
-    shown = changed[page.offset : page.offset + page.limit]
-    return Comparison(
-        suite=b.suite,
-        dataset=dataset,
-        direction=direction,
-        a=_side(a, means_a[both]),
-        b=_side(b, means_b[both]),
-        prompts=int(both.sum()),
-        only_a=int((has_a & ~has_b).sum()),
-        only_b=int((has_b & ~has_a).sum()),
-        neither=_neither(files, dataset, has_a | has_b),
-        difference=found.difference,
-        stderr=found.stderr,
-        low=found.low,
-        high=found.high,
-        p_value=found.p_value,
-        method=found.method,
+    return Difference(
+        found=found,
         verdict=_verdict(found, direction),
-        improved=improved,
-        worsened=len(changed) - improved,
-        flips=tuple(_flips(files, scores, shown)),
-        total=len(changed),
+        a=_side(sides[0], means_a[both]),
+        b=_side(sides[1], means_b[both]),
+        has_a=has_a,
+        has_b=has_b,
+        changed=changed,
+        improved=up if direction is Direction.MAX else len(changed) - up,
     )
 
 
@@ -169,8 +204,8 @@ def _side(side: Side, means: Any) -> Compared:
 # --- from the files
 
 
-def _scores(file: Any, dataset: str | None) -> _Scores:
-    """Read narrow columns alone."""
+def scores_in(file: Any, dataset: str | None = None) -> Scores:
+    """A file's scores, of one dataset or all; reads narrow columns alone."""
     prompts, scored, values = _columns(file, dataset)
     size = int(prompts.max()) + 1 if len(prompts) else 0
     rows = numpy.flatnonzero(scored)
@@ -183,7 +218,7 @@ def _scores(file: Any, dataset: str | None) -> _Scores:
     highest, lowest = numpy.full(size, -1), numpy.full(size, -1)
     highest[own[order]] = rows[order]
     lowest[own[order][::-1]] = rows[order][::-1]
-    return _Scores(means, bool(counts.max(initial=0) <= 1), highest, lowest)
+    return Scores(means, bool(counts.max(initial=0) <= 1), highest, lowest)
 
 
 def _columns(file: Any, dataset: str | None) -> tuple[Any, Any, Any]:
@@ -216,7 +251,7 @@ def _same_length(a: Any, b: Any) -> tuple[Any, Any]:
     return tuple(numpy.concatenate([values, numpy.full(size - len(values), numpy.nan)]) for values in (a, b))  # type: ignore[return-value]
 
 
-def _flips(files: tuple[Any, Any], scores: tuple[_Scores, _Scores], prompts: Any) -> list[Flip]:
+def _flips(files: tuple[Any, Any], scores: tuple[Scores, Scores], prompts: Any) -> list[Flip]:
     """With the best sample of the side that does better, and the other's worst."""
     up = scores[1].means[prompts] > scores[0].means[prompts]
     rows_a = numpy.where(up, scores[0].lowest[prompts], scores[0].highest[prompts])

@@ -16,6 +16,7 @@ import xxhash
 from eval_service.contract.errors import ConfigError
 from eval_service.suites.config import DatasetConfig, FewshotConfig, SuiteConfig
 from eval_service.suites.rows import Row, Rows, fault, read_rows
+from eval_service.suites.sources import Source
 
 Messages = tuple[dict[str, Any], ...]
 
@@ -40,11 +41,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset as read: its rows after `limit`, and the digest of all bytes that they come from."""
+    """A dataset as read: its rows after `limit`, the digest of all bytes that they come from, and their files."""
 
     config: DatasetConfig
     digest: str
     rows: tuple[Prompt, ...]
+    sources: tuple[Source, ...]
 
 
 def read_dataset(config: DatasetConfig, suite: SuiteConfig, base: Path, first_index: int) -> Dataset:
@@ -56,15 +58,18 @@ def read_dataset(config: DatasetConfig, suite: SuiteConfig, base: Path, first_in
     reader = _Reader(config, suite)
     table = reader.read(base / config.path, config.split)
     questions = reader.questions(table)
-    digest = table.digest
+    digest, sources = table.digest, table.sources
     chosen = _drawn(config, len(questions))
     if config.fewshot is not None:
         examples, more = _examples(config.fewshot, reader, base, questions)
-        digest = xxhash.xxh3_128_hexdigest(f"{digest}{more}".encode())
+        if more is not None:
+            sources += more.sources
+        digest = xxhash.xxh3_128_hexdigest(f"{digest}{more.digest if more is not None else ''}".encode())
         solved = [_shot(config.fewshot, questions[i], i, examples) for i in chosen]
     else:
         solved = [questions[i] for i in chosen]
-    return Dataset(config, digest, tuple(replace(prompt, index=first_index + i) for i, prompt in enumerate(solved)))
+    rows = tuple(replace(prompt, index=first_index + i) for i, prompt in enumerate(solved))
+    return Dataset(config, digest, rows, sources)
 
 
 def _drawn(config: DatasetConfig, count: int) -> Sequence[int]:
@@ -114,23 +119,25 @@ class _Reader:
 # --- few-shot
 
 
-def _examples(config: FewshotConfig, reader: _Reader, base: Path, questions: list[Prompt]) -> tuple[list[Prompt], str]:
-    """What examples are drawn from, and the digest of its bytes, if they are others than the dataset's.
+def _examples(
+    config: FewshotConfig, reader: _Reader, base: Path, questions: list[Prompt]
+) -> tuple[list[Prompt], Rows | None]:
+    """What examples are drawn from, and its table, if that is another one than the dataset's.
 
     Raises:
         ConfigError: there are fewer than are asked for.
     """
-    digest, pool = "", questions
+    table, pool = None, questions
     if config.path is not None or config.split is not None:
         path = config.path if config.path is not None else reader.config.path
         try:
             table = reader.read(base / path, config.split)
         except ConfigError as exc:
             raise ConfigError(exc.message, field=f"fewshot.{exc.field}" if exc.field else None, hint=exc.hint) from exc
-        digest, pool = table.digest, reader.questions(table)
+        pool = reader.questions(table)
     if len(pool) <= config.n:  # one of them may be the question itself
         raise ConfigError(f"there are {len(pool)} rows to draw {config.n} examples from", field="fewshot.n")
-    return pool, digest
+    return pool, table
 
 
 def _shot(config: FewshotConfig, asked: Prompt, row: int, pool: list[Prompt]) -> Prompt:

@@ -24,6 +24,7 @@ from eval_service.contract.results import Direction
 from eval_service.contract.wire import SuiteName
 from eval_service.fleet_config import Section
 from eval_service.secrets_apart import without_secrets
+from eval_service.suites.sources import digest_of, module_beside
 
 _IMPORT_S = 60.0
 _TASK = re.compile(r"^(?:task|group|tag):[ \t]*[\"']?([\w.\-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
@@ -66,6 +67,7 @@ class FunctionConfig(Section):
     direction: Direction = Direction.MAX
     timeout_s: float = Field(default=3600.0, gt=0, description="for one checkpoint; then its process is ended")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    data: tuple[Path, ...] = Field(default=(), description="files that it reads: their bytes belong to what is asked")
 
     @field_validator("function")
     @classmethod
@@ -86,6 +88,13 @@ class LmEvalSuite:
 
     size: ClassVar[int] = 1  # of a point, while its tasks were not read
 
+    def digest_now(self) -> str:
+        """Of its files as they are now: each evaluation reads them anew."""
+        try:
+            return _lm_eval_digest(self.config, self.path)
+        except OSError:
+            return self.digest  # it will fail by itself, if it needs them
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionSuite:
@@ -95,8 +104,16 @@ class FunctionSuite:
     digest: str
     config: FunctionConfig
     base: Path
+    source: str  # the digest of its module's text, where that doesn't lie beside the suites file
 
     size: ClassVar[int] = 1
+
+    def digest_now(self) -> str:
+        """Of its module and its data as they are now."""
+        try:
+            return _function_digest(self.config, self.base, self.source)
+        except OSError:
+            return self.digest
 
 
 class LmEvalConfigs(Section):
@@ -136,9 +153,7 @@ def load_lm_eval(name: str, config: LmEvalConfig, base: Path) -> LmEvalSuite:
     if not config.code and (own := [file for file, text in texts.items() if "!function" in text]):
         hint = "set code = true, if you trust it: it runs in the tasks' process"
         raise ConfigError(f"{own[0]} names Python of its own", field=f"{key}.code", hint=hint)
-    asked = config.model_dump(mode="json", exclude={"path", "metric", "direction", "concurrency"})
-    data = list(_data(path)) if path is not None else []
-    return LmEvalSuite(name, _digest({**asked, "texts": sorted(texts.values()), "data": data}), config, path)
+    return LmEvalSuite(name, _lm_eval_digest(config, path), config, path)
 
 
 def load_function(name: str, config: FunctionConfig, base: Path) -> FunctionSuite:
@@ -166,8 +181,26 @@ def load_function(name: str, config: FunctionConfig, base: Path) -> FunctionSuit
         told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         hint = "its module lies beside the suites file, or is installed; see docs/functions.md"
         raise ConfigError(f"{config.function}: {told[:300]}", field=field, hint=hint)
-    asked = config.model_dump(mode="json", exclude={"metric", "direction", "timeout_s"})
-    return FunctionSuite(name, _digest({**asked, "source": done.stdout.strip()}), config, base)
+    for number, file in enumerate(config.data):
+        if not (base / file).is_file():
+            raise ConfigError(f"there is no file {base / file}", field=f"suites.{name}.data.{number}")
+    source = done.stdout.strip()
+    return FunctionSuite(name, _function_digest(config, base, source), config, base, source)
+
+
+def _lm_eval_digest(config: LmEvalConfig, path: Path | None) -> str:
+    asked = config.model_dump(mode="json", exclude={"path", "metric", "direction", "concurrency"})
+    texts = sorted(text for _, text in _yamls(path)) if path is not None else []
+    return _digest({**asked, "texts": texts, "data": list(_data(path)) if path is not None else []})
+
+
+def _function_digest(config: FunctionConfig, base: Path, source: str) -> str:
+    asked = config.model_dump(mode="json", exclude={"metric", "direction", "timeout_s", "data"})
+    if (module := module_beside(config.function, base)) is not None:
+        source = digest_of(module)
+    if config.data:
+        asked["data"] = [digest_of(base / file) for file in config.data]
+    return _digest({**asked, "source": source})
 
 
 def _yamls(directory: Path) -> Iterator[tuple[Path, str]]:
@@ -176,10 +209,12 @@ def _yamls(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _data(directory: Path) -> Iterator[str]:
-    """The other files of the directory, by content: rows that the tasks read, say, which are what is asked too."""
+    """The other files of the directory, by content: rows that the tasks read, say, which are what is asked too. Hidden
+    ones are an editor's, or a file system's."""
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix not in (".yaml", ".yml", ".pyc"):
-            yield f"{path.relative_to(directory)} {xxhash.xxh3_128_hexdigest(path.read_bytes())}"
+        hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
+        if path.is_file() and not hidden and path.suffix not in (".yaml", ".yml", ".pyc"):
+            yield f"{path.relative_to(directory)} {digest_of(path)}"
 
 
 def _digest(asked: dict[str, Any]) -> str:

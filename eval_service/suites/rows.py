@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from eval_service.contract.errors import ConfigError
+from eval_service.suites.sources import Source
 
 JSONL, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 
@@ -29,11 +30,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A whole table, and the digest of its bytes."""
+    """A whole table, the digest of its bytes, and the files that they are in."""
 
     path: Path
     digest: str
     rows: tuple[Row, ...]
+    sources: tuple[Source, ...]
 
 
 def read_rows(path: Path, *, split: str | None = None, columns: frozenset[str] = frozenset()) -> Rows:
@@ -48,9 +50,9 @@ def read_rows(path: Path, *, split: str | None = None, columns: frozenset[str] =
         elif split is not None:
             raise ConfigError(f"{path} is a file, which has no splits", field="split", hint="leave it out")
         else:
-            data = path.read_bytes()
+            source, data = Source.read(path)
             read = _parquet if path.suffix in PARQUET else _jsonl
-            found = Rows(path, xxhash.xxh3_128_hexdigest(data), tuple(read(path, data, columns)))
+            found = Rows(path, source.digest, tuple(read(path, data, columns)), (source,))
     except OSError as exc:
         raise ConfigError(f"it can't be read: {exc}", field="path") from exc
     if not found.rows:
@@ -102,8 +104,10 @@ def _saved(path: Path, split: str | None, columns: frozenset[str]) -> Rows:
         raise ConfigError(f"{directory} holds indices into its rows", field="path", hint="flatten_indices() first")
     hashed = xxhash.xxh3_128()
     rows: list[Row] = []
+    sources: list[Source] = []
     for name in names:
-        data = (directory / name).read_bytes()
+        source, data = Source.read(directory / name)
+        sources.append(source)
         hashed.update(data)
         try:
             with pa.ipc.open_stream(data) as reader:
@@ -112,7 +116,7 @@ def _saved(path: Path, split: str | None, columns: frozenset[str]) -> Rows:
                 rows += _numbered(batches, len(rows))
         except pa.ArrowException as exc:
             raise ConfigError(f"{directory / name} is no Arrow stream: {exc}", field="path") from exc
-    return Rows(directory, hashed.hexdigest(), tuple(rows))
+    return Rows(directory, hashed.hexdigest(), tuple(rows), tuple(sources))
 
 
 def _split_of(path: Path, split: str | None) -> Path:

@@ -31,6 +31,7 @@ from eval_service.suites.kinds import (
 )
 from eval_service.suites.scorer_config import SCORER_CONFIGS, Function
 from eval_service.suites.scoring import ScorerCall
+from eval_service.suites.sources import Source, module_beside
 from eval_service.suites.texts import Parsed, parse
 
 # Where the data lies, what is made of the scores, and what is kept beside the answers: none of it changes an answer.
@@ -53,6 +54,12 @@ class Suite:
     config: SuiteConfig
     datasets: tuple[Dataset, ...]
     base: Path = Path()  # the suites file's directory
+    modules: tuple[Source, ...] = ()  # of the user's own, as far as they lie beside the suites file
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All files that it was made of, the suites file apart."""
+        return (*(source for dataset in self.datasets for source in dataset.sources), *self.modules)
 
     @property
     def scorer(self) -> str:
@@ -208,7 +215,10 @@ def _load(name: str, config: SuiteConfig, base: Path, parsed: Parsed, source: st
         except ConfigError as exc:
             key = f"suites.{name}.datasets.{number}" + (f".{exc.field}" if exc.field else "")
             raise _with_line(ConfigError(exc.message, field=key, hint=exc.hint), parsed) from exc
-    return Suite(name, _digest(config, datasets, source), config, tuple(datasets), base)
+    modules: tuple[Source, ...] = ()
+    if isinstance(config.scorer, Function) and (module := module_beside(config.scorer.function, base)) is not None:
+        modules = (Source.read(module)[0],)
+    return Suite(name, _digest(config, datasets, source), config, tuple(datasets), base, modules)
 
 
 def _digest(config: SuiteConfig, datasets: list[Dataset], source: str | None) -> str:

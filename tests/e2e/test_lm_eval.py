@@ -111,6 +111,9 @@ def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_o
     chosen = [sample for sample in samples if sample.dataset == "tiny_choose"]
     likely = [max(float(reply[0]) for reply in row["filtered_resps"]) for row in expected["samples"]["tiny_choose"]]
     assert [sample.logprob for sample in chosen] == pytest.approx(likely, abs=1e-3)
+    for sample, row in zip(chosen, expected["samples"]["tiny_choose"], strict=True):
+        own = {given[1]: float(reply[0]) for given, reply in zip(row["arguments"], row["filtered_resps"], strict=True)}
+        assert json.loads(sample.note or "") == pytest.approx(own, abs=1e-3), "of every choice, not only of the best"
     made = [sample.output for sample in samples if sample.dataset == "tiny_generate"]
     assert made == [row["filtered_resps"][0] for row in expected["samples"]["tiny_generate"]]
     assert {sample.weight_version for sample in samples} == {point.weight_version}

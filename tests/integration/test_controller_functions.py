@@ -11,12 +11,14 @@ import psutil
 import pytest
 
 from eval_service.contract.errors import ConfigError, InvalidRequest
+from eval_service.contract.results import AlarmKind
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import RunSpec
 from eval_service.engine.pin import SystemClock
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
 from eval_service.ledger.orders import Orders
+from eval_service.suites.kinds import LmEvalSuite
 from eval_service.suites.suite import check_served, load_suites
 from tests.support.controller_stand import Stand, said
 from tests.support.engine_model import make_model
@@ -112,7 +114,7 @@ async def test_a_functions_process_that_died_while_it_did_nothing_costs_the_next
 async def test_the_example_pins_an_external_sglang_server_and_proves_it_by_the_canary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples/suites"))
     questions, key, admin = tmp_path / "questions.jsonl", tmp_path / "key", tmp_path / "admin"
     questions.write_text(json.dumps({"prompt": "p", "answer": "x"}))
     make_model(tmp_path / "theirs", seed=0)
@@ -205,3 +207,53 @@ def test_data_beside_lm_eval_tasks_is_in_the_suites_digest(tmp_path: Path) -> No
         (tmp_path / "mine" / "rows.jsonl").write_text(rows)
         found |= {load_suites(file)["harness"].digest, load_suites(file)["harness"].digest}
     assert len(found) == 2
+    mine = load_suites(file)["harness"]
+    assert isinstance(mine, LmEvalSuite)
+    (tmp_path / "mine" / ".rows.jsonl.swp").write_text("an editor's")
+    assert mine.digest_now() == mine.digest
+    (tmp_path / "mine" / "rows.jsonl").write_text("{}  ")
+    assert mine.digest_now() not in found, "what is read at each point is digested at each point"
+
+
+OWN = """
+class Own:
+    def __init__(self, data):
+        self.data = data
+
+    def evaluate_checkpoint(self, snapshot_dir, context):
+        rows = open(self.data).read().split()
+        context.sample(prompt="{}", output="", score=1.0)
+        context.metric("accuracy", 1.0, n=len(rows))
+
+    def dispose(self):
+        pass
+"""
+
+
+async def test_a_function_whose_module_or_data_changes_is_run_as_it_is_then_under_another_digest_and_the_change_is_told(
+    tmp_path: Path,
+) -> None:
+    module, data = tmp_path / "own_eval_of_a_test.py", tmp_path / "rows.txt"
+    module.write_text(OWN.format("one"))
+    data.write_text("a b")
+    table = '[suites.mine]\nkind = "function"\nfunction = "own_eval_of_a_test:Own"\nmetric = "accuracy"\n'
+    table += f'data = ["rows.txt"]\noptions = {{ data = "{data}" }}\n'
+    stand = Stand(tmp_path, more_suites=table)
+    stand.put_run("r", suites=("mine",))
+    async with stand.running(engines=0):
+        [one] = await stand.until_ended(stand.dispatch("r", 1))
+        module.write_text(OWN.format("another one"))
+        [two] = await stand.until_ended(stand.dispatch("r", 2))
+        data.write_text("a b c")
+        [three] = await stand.until_ended(stand.dispatch("r", 3))
+        [four] = await stand.until_ended(stand.dispatch("r", 4))
+    views = (one, two, three, four)
+    assert {view.state for view in views} == {PointState.DONE}, [view.detail for view in views]
+    assert [stand.samples(view.id)[0].prompt for view in views] == ["one", *["another one"] * 3]
+    assert [view.metrics["accuracy"].n for view in views] == [2, 2, 3, 3]
+    assert len({view.suite_digest for view in views}) == 3
+    assert [[alarm.kind for alarm in view.alarms] for view in views] == [[], *[[AlarmKind.SUITE_CHANGED]] * 2, []]
+    data.unlink()
+    with pytest.raises(ConfigError, match="there is no file") as refused:
+        load_suites(tmp_path / "suites.toml")
+    assert refused.value.field == "suites.mine.data.0"

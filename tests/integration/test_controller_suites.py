@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval_service.contract.results import AlarmKind
 from eval_service.contract.states import PointState, Reason
 from eval_service.engine.fake import fake_logprobs
 from eval_service.suites.suite import load_suites
@@ -103,5 +104,35 @@ def test_a_chat_suite_skips_a_snapshot_without_a_template_and_says_why(tmp_path:
             [view] = await stand.until_ended(stand.dispatch("r", 1))
             assert (view.state, view.reason) == (PointState.SKIPPED, Reason.SNAPSHOT_INVALID)
             assert "has no chat template" in (view.detail or "")
+
+    go(body)
+
+
+def test_data_that_changes_between_two_points_while_the_service_lives_is_told_and_nothing_is_lost_by_it(
+    tmp_path: Path,
+) -> None:
+    stand = stand_with(tmp_path, ROWS, 'scorer = "exact"')
+    rows = tmp_path / "rows.jsonl"
+
+    async def body() -> None:
+        async with stand.running(1):
+            await stand.until_ready()
+            stand.put_run("r")
+            [before] = await stand.until_ended(stand.dispatch("r", 1))
+            rows.write_text(rows.read_text())  # written again, with the same bytes
+            [again] = await stand.until_ended(stand.dispatch("r", 2))
+            rows.write_text('{"prompt": "another one", "answer": ""}\n')
+            [after] = await stand.until_ended(stand.dispatch("r", 3))
+            rows.unlink()
+            [gone] = await stand.until_ended(stand.dispatch("r", 4))
+        assert (before.alarms, again.alarms) == ((), ())
+        (told,), (missing,) = after.alarms, gone.alarms
+        assert told.kind is missing.kind is AlarmKind.SUITE_STALE
+        assert told.message.startswith(f"{rows} has changed since the service read it; this point was asked")
+        assert told.evidence["was"] != told.evidence["is"]
+        assert missing.message.startswith(f"{rows} is gone since")
+        for view in (after, gone):
+            assert (view.state, view.suite_digest) == (PointState.DONE, before.suite_digest), view.detail
+            assert [sample.prompt for sample in stand.samples(view.id)] == [row["prompt"] for row in ROWS]
 
     go(body)

@@ -105,7 +105,8 @@ def test_the_curve_tells_values_with_intervals_gaps_with_reasons_the_best_and_al
     watched: Watched, stand: Stand
 ) -> None:
     page = open_page(watched, stand, "run")
-    expect(page.get_by_text("Step 1,400 is better than step 1,300: +0.0")).to_contain_text("±")
+    newest = page.get_by_role("link", name="Step 1400 is better than step 1300: +")
+    expect(newest).to_contain_text("points (p=")
     chart = page.locator("[role=group]").first
     chart.focus()
     told = {}
@@ -120,6 +121,10 @@ def test_the_curve_tells_values_with_intervals_gaps_with_reasons_the_best_and_al
     assert "best" in told[BEST]
     assert "sft-letters-lr3e-5 main/exact_match: 0" in told[100], "the other run lies over it"
     assert "[" in told[100]
+    assert "step 100 is better than step 0: +" in told[100], "each point tells what it is beside the one before it"
+    page.get_by_label("Each result beside").select_option("the best")
+    expect(page.get_by_text("Step 1300 is worse than step 1400: -")).to_be_visible()
+    assert "against=best" in page.url
     page.get_by_label("truncated").check()
     expect(page.locator(".keys").first).to_contain_text("sft-letters main/truncated")
     assert "metric=truncated" in page.url, "what is shown is in the URL"

@@ -28,6 +28,8 @@ from eval_service.functions import SAMPLES, EvalContext
 from eval_service.suites.config import SamplingConfig
 from eval_service.suites.datasets import Prompt
 from eval_service.suites.generation import parse_answer, request_for
+from eval_service.suites.kinds import FunctionSuite
+from eval_service.suites.suite import load_suites
 from tests.support.engine_model import (
     CONTEXT,
     VOCAB_SIZE,
@@ -345,101 +347,31 @@ def test_an_update_that_cannot_be_right_is_200_with_the_new_label(served: Served
     assert served.generate(text="ab", sampling_params={"max_new_tokens": 1}).status_code == 200
 
 
-<<<<<<< HEAD
-@dataclass(frozen=True, slots=True)
-class Doomed:
-    """An engine for each way to end one; the first of them stood paused while the other started."""
-
-    engines: dict[str, Served]
-    while_paused: list[int]  # what it answered: to the pause, /health, the end of the pause, /health, /generate
-
-
-@pytest.fixture(scope="module", params=["fake", pytest.param("sglang-cpu", marks=pytest.mark.real)])
-def doomed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
-    root = tmp_path_factory.mktemp("doomed")
-    boot = make_model(root / "boot", seed=1)
-    knobs = {"overrides": {"paused_health_s": 0.1}} if request.param == "fake" else {}
-    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, **knobs})
-    engines: dict[str, Served] = {}
-    with asyncio.Runner() as loop:
-
-        async def start(what: str) -> None:
-            server = await boot_server(group, BootOptions(log=root / f"{what}.log"), SystemClock())
-            engines[what] = Served(request.param, server, loop, boot, boot)
-
-        async def start_all() -> list[int]:
-            await start(_ENDS[0])
-            paused = asyncio.to_thread(_answers_while_paused, engines[_ENDS[0]])
-            answers, _ = await asyncio.gather(paused, start(_ENDS[1]))
-            return answers
-
-        try:
-            yield Doomed(engines, loop.run(start_all()))
-        finally:
-            for engine in engines.values():
-                loop.run(engine.server.stop())
-
-
-_ENDS = ("a short norm", "a token id beyond the vocabulary")
-
-
-def _answers_while_paused(engine: Served) -> list[int]:
-    calls: tuple[tuple[str, str, Any, str | None], ...] = (
-        ("POST", "/pause_generation", {"mode": "abort"}, "admin"),
-        ("GET", "/health", None, None),
-        ("POST", "/continue_generation", {}, "admin"),
-        ("GET", "/health", None, None),
-        ("POST", "/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 1}}, "api"),
-    )
-    return [engine.call(method, path, body, key=key).status_code for method, path, body, key in calls]
-
-
-@pytest.mark.destructive
-@pytest.mark.timeout(630)  # two real engines start
-def test_health_answers_503_in_a_pause_which_is_no_death(doomed: Doomed) -> None:
-    assert doomed.while_paused == [200, 503, 200, 200, 200]
-
-
-@pytest.mark.destructive
-def test_a_norm_or_embedding_of_the_wrong_shape_ends_the_server(doomed: Doomed, tmp_path: Path) -> None:
-    """It drops the connection, as of a truncated shard (see the tests of kills), and does not come back."""
-    engine = doomed.engines["a short norm"]
-    bad = odd_model(tmp_path / "odd", "a short norm")
-    with pytest.raises(EngineDown):
-        engine.loop.run(engine.server.api.update_weights_from_disk(str(bad), "bad", timeout_s=60))
-    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
-
-
-@pytest.mark.destructive
-def test_a_token_id_beyond_the_vocabulary_ends_the_server(doomed: Doomed) -> None:
-    engine = doomed.engines["a token id beyond the vocabulary"]
-    with pytest.raises(httpx.TransportError):
-        engine.generate(input_ids=[VOCAB_SIZE], sampling_params={"max_new_tokens": 1})
-    engine.loop.run(asyncio.wait_for(engine.server.process.exited.wait(), 30))
-
-
-=======
->>>>>>> lossless
 def test_the_example_of_an_eval_function_pins_a_server_of_somebody_elses_and_proves_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    attached = importlib.import_module("attached_function")
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "ab", "answer": "no such answer"}\n' * 3)
+    examples = Path(__file__).resolve().parents[2] / "examples/suites"
+    suite = load_suites(examples / "function.toml")["attached"]
+    assert isinstance(suite, FunctionSuite)
+    monkeypatch.syspath_prepend(str(examples))
+    module, _, attached = suite.config.function.partition(":")
+    rows = (examples / suite.config.options["questions"]).read_text().splitlines()
+    asked = [json.loads(row)["prompt"] for row in rows]
     for name, key in (("key", served.server.keys.api), ("admin", served.server.keys.admin)):
         (tmp_path / name).write_text(key)
     files = {"key_file": str(tmp_path / "key"), "admin_key_file": str(tmp_path / "admin")}
-    function = attached.Attached(served.server.url, str(tmp_path / "questions.jsonl"), **files)
+    options = suite.config.options | {"url": served.server.url} | files
+    function = getattr(importlib.import_module(module), attached)(**options)
     try:
         canary = served.canary(served.other).model_dump()
         context = EvalContext("r", 1, "mine", "point", tmp_path, canary=canary)
         function.evaluate_checkpoint(served.other.path, context)
         assert (context.pin_proof, context.weight_version) == (PinProof.CANARY, served.label())
-        assert (context.metrics["accuracy"].value, context.metrics["accuracy"].n) == (0.0, 3)
+        assert (context.metrics[suite.config.metric].value, context.metrics[suite.config.metric].n) == (0.0, len(asked))
         samples = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
-        assert {sample["output"] for sample in samples} == {served.generate(
-            text="ab", sampling_params={"max_new_tokens": 16, "temperature": 0.0}
-        ).json()["text"]}  # fmt: skip
+        sampling = {"max_new_tokens": suite.config.options["max_new_tokens"], "temperature": 0.0}
+        own = [served.generate(text=text, sampling_params=sampling).json()["text"] for text in asked]
+        assert [sample["output"] for sample in samples] == own
         with pytest.raises(RuntimeError, match="it holds other weights"):
             function.evaluate_checkpoint(served.boot.path, context)
     finally:
@@ -471,7 +403,7 @@ def doomed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("doomed")
     boot = make_model(root / "boot", seed=1)
     knobs = {"overrides": {"paused_health_s": 0.1}} if request.param == "fake" else {}
-    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, "start_timeout_s": 110, **knobs})
+    group = GroupConfig.model_validate({"model": boot.path, "grade": request.param, **knobs})
     engines: dict[str, Served] = {}
     with asyncio.Runner() as loop:
 
@@ -508,7 +440,7 @@ def _answers_while_paused(engine: Served) -> list[int]:
 
 
 @pytest.mark.destructive
-@pytest.mark.timeout(300)  # three real engines start
+@pytest.mark.timeout(930)  # three real engines start
 def test_health_answers_503_in_a_pause_which_is_no_death(doomed: Doomed) -> None:
     assert doomed.while_paused == [200, 503, 200, 200, 200]
 

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from playwright.sync_api import Page
 
 from eval_service.access.keyring import Access
-from eval_service.contract.results import Alarm, AlarmKind
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import DrainRequest, EngineState, FleetView, GroupView, Metric, PlannedPoint
 from eval_service.ledger.moves import Result
@@ -108,7 +107,8 @@ class Stand:
             self.ledger.moves.requeue(point, "engine_lost", "eval-1 went away", ("eval-1",))
         self.ledger.go(point, PointState.SCORING)
         self.ledger.clock.turn(20.0)
-        score = top * (1 - 0.99 ** (step / 6)) + 0.02 * ((step // 100) % 3) - (0.1 if step == ALARMED else 0.0)
+        score = top * (1 - 0.99 ** (step / 6)) + 0.02 * ((step // 100) % 3)
+        score -= 0.3 if (run, step) == ("sft-letters", ALARMED) else 0.0
         assert self.ledger.moves.finish(point, self._result(run, step, score))
         return point
 
@@ -116,7 +116,6 @@ class Stand:
         path = self.base / "samples" / f"{run}-{step}.parquet"
         right = round(score * SAMPLES)
         write_samples(path, [_sample(index, index * 37 % SAMPLES < right) for index in range(SAMPLES)])
-        alarm = Alarm(kind=AlarmKind.SCORE_COLLAPSE, message="worse than step 600, beyond both intervals")
         parts = {"exact_match": score, "letters/exact_match": min(1.0, score * 1.1), "truncated": 0.2 - 0.1 * score}
         return Result(
             metrics={name: _metric(value) for name, value in parts.items()},
@@ -135,7 +134,7 @@ class Stand:
                 "duration_s": 22.0,
             },
             headline="exact_match",
-            alarms=(alarm,) if step == ALARMED else (),
+            suite_digest="d" * 32,
         )
 
 

@@ -9,7 +9,7 @@ import httpx
 from pydantic import BaseModel, RootModel
 
 from eval_service.contract.client import EvalClient
-from eval_service.contract.curves import DrainPage, DrainView
+from eval_service.contract.curves import Curve, DrainPage, DrainView
 from eval_service.contract.errors import Conflict, EvalfleetError, InvalidRequest, NotFound
 from eval_service.contract.results import Action, Advice, Comparison, Direction, SampleView
 from eval_service.contract.scaling import ScaleReply, ScaleRequest
@@ -48,6 +48,7 @@ class FakeService:
     drains: list[DrainRequest] = field(default_factory=list)
     asked: list[tuple[str, str]] = field(default_factory=list)
     comparisons: dict[tuple[str, str], Comparison] = field(default_factory=dict)
+    curves: list[Curve] = field(default_factory=list)
     open_drains: list[DrainView] = field(default_factory=list)
     epoch: int = 3
     advice: Callable[[httpx.QueryParams], Advice] = field(default=lambda params: _no_advice())
@@ -98,6 +99,8 @@ class FakeService:
         match rest:
             case []:
                 return RootModel[list[RunView]]([self._run(run) for run in sorted({view.run for view in self.points})])
+            case [_, "curve"]:
+                return self.curves.pop(0)
             case [_, "advice"]:
                 return self.advice(request.url.params)
             case [run] if request.method == "PUT":

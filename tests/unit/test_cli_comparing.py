@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eval_service.cli.exporting import COLUMNS
+from eval_service.contract.curves import Beside, Curve, CurvePoint, Span
 from eval_service.contract.results import (
     Alarm,
     AlarmKind,
@@ -184,3 +185,29 @@ def test_json_is_the_json_format_and_parquet_is_not_printed(command: Command, cu
     assert command("export", "demo", "--format", "parquet", "--json").code == 2
     ran = command("export", "demo", "--out", "/nowhere/at/all.csv")
     assert (ran.code, "out: can't be written" in ran.err) == (2, True)
+
+
+def test_the_curve_says_of_each_point_whether_it_is_better_and_asks_until_all_are_compared(
+    command: Command, service: FakeService
+) -> None:
+    beside = Beside(point="p600-letters", step=600, difference=0.021, said="step 800 is better than step 600: ...")
+    values = {"exact_match": Span(value=0.521, low=0.5, high=0.54)}
+    done: dict[str, Any] = {"state": PointState.DONE, "reason": None, "lag_steps": 0, "alarms": ()}
+    failed = done | {"state": PointState.FAILED, "reason": Reason.DEADLINE}
+    points = (
+        CurvePoint(id="a", step=800, values=values, beside=beside, **done),
+        CurvePoint(id="b", step=900, values={}, **failed),
+    )
+    named: dict[str, Any] = {"run": "demo", "suite": "letters", "suites": ("letters",), "headline": "exact_match"}
+    named |= {"direction": Direction.MAX, "metrics": ("exact_match",), "best": None, "against": "before"}
+    service.curves = [Curve(**named, points=points, uncompared=left) for left in (7, 3, 0)]
+    assert command("curve", "demo").out.splitlines() == [
+        "demo letters, exact_match",
+        "step  score             interval      beside",
+        "800   0.521             0.500..0.540  step 800 is better than step 600: ...",
+        "900   failed: deadline  -             -",
+    ]
+    service.curves = [Curve(**named, points=points, uncompared=3) for _ in range(2)]
+    assert command("curve", "demo").out.splitlines()[-1] == "3 points are not compared yet: ask again"
+    service.curves = [Curve(**named, points=points)]
+    assert json.loads(command("curve", "demo", "--json").out)["points"][0]["beside"]["step"] == 600

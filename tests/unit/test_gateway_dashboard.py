@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.curves import Curve, DrainPage
+from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import Metric
 from eval_service.gateway.dashboard import FILES
@@ -94,6 +95,49 @@ def test_a_curve_has_values_intervals_gaps_and_the_best(api: Api) -> None:
     assert sorted(asked.points[0].values) == ["exact", "other"]
     assert api.get("/runs/r1/curve", suite="nothing")["points"] == []
     assert api.error("GET", "/runs/none/curve", 404)["field"] == "run"
+
+
+def test_of_equals_the_newest_is_the_best_as_garbage_collection_and_advice_have_it(api: Api) -> None:
+    points = [api.ledger.done(step, score=score) for step, score in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1))]
+    curve = Curve.model_validate(api.get("/runs/r1/curve"))
+    assert curve.best == points[2] == api.get("/runs/r1/advice")["best"]["point"]
+
+
+def test_each_point_of_a_curve_is_told_beside_the_one_before_it_the_best_or_a_step(api: Api, tmp_path: Path) -> None:
+    for step, right in ((1, 4), (2, 30), (4, 20)):
+        path = tmp_path / f"{step}.parquet"
+        write_samples(path, [sample(index, float(index < right)) for index in range(40)])
+        point = api.ledger.live(S.SCORING, step)
+        told = result(score=right / 40, headline="exact", samples_path=str(path), suite_digest="d" * 32)
+        assert api.ledger.moves.finish(point, told)
+    api.ledger.reach(S.FAILED, 3)
+
+    def beside(against: str) -> dict[int, tuple[int, str] | None]:
+        while (curve := Curve.model_validate(api.get("/runs/r1/curve", against=against))).uncompared:
+            pass  # each answer compares at least one more
+        assert curve.against == against
+        return {p.step: (p.beside.step, p.beside.verdict) if p.beside else None for p in curve.points}
+
+    assert beside("before") == {1: None, 2: (1, "better"), 3: None, 4: (2, "worse")}, "a gap is nobody's neighbour"
+    assert beside("best") == {1: (2, "worse"), 2: None, 3: None, 4: (2, "worse")}
+    assert beside("4") == {1: (4, "worse"), 2: (4, "better"), 3: None, 4: None}
+    assert [p["beside"] for p in api.get("/runs/r1/curve")["points"]] == [None] * 4, "not where nobody asks"
+    assert api.error("GET", "/runs/r1/curve?against=3", 404)["field"] == "against"
+    assert api.error("GET", "/runs/r1/curve?against=last", 422)["field"] == "against"
+
+
+def test_a_storage_that_does_not_answer_costs_the_comparisons_and_never_the_curve(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(*_: object) -> object:
+        raise Unavailable("the storage does not answer")
+
+    for step in (1, 2):
+        api.ledger.done(step)
+    monkeypatch.setattr(api.services, "storage", hangs)
+    curve = Curve.model_validate(api.get("/runs/r1/curve", against="before"))
+    assert [(point.step, point.beside) for point in curve.points] == [(1, None), (2, None)]
+    assert curve.uncompared == 1
 
 
 def test_points_come_in_the_order_that_is_asked_for_and_what_has_no_value_last(api: Api) -> None:

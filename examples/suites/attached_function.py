@@ -1,12 +1,7 @@
 """A checkpoint eval function over an SGLang server that is not the service's: load, read back, verify, then ask.
 
-[suites.attached]
-kind = "function"
-function = "attached_function:Attached"   # this file lies beside the suites file
-metric = "accuracy"
-options = { url = "http://127.0.0.1:30000", questions = "data/sort.jsonl" }
-
-The server must be nobody else's meanwhile: give it to one function of one service.
+`function.toml` beside this file is its suite. The server must be nobody else's meanwhile: give it to one function of
+one service.
 """
 
 from __future__ import annotations
