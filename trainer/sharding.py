@@ -8,7 +8,7 @@ is unsafe once threads run, and keeps a helper that outlives a kill; so torch's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from trainer.parallel import Channel
 
 Shards = dict[str, Any]
 _FORMAT = CheckpointingConfig("torch_dist", 1)
+_BLOCK_BYTES, _ALIGNED_BYTES = 64 << 20, 64
 
 
 class ShardsFailed(Exception):
@@ -50,18 +51,65 @@ def model_shards(gpt: Any) -> Shards:
     return {name: shard for name, shard in found.items() if isinstance(shard, ShardedTensor | ShardedTensorFactory)}
 
 
-def on_host(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same with copies, in host memory, of the tensors that this rank writes."""
-    return {name: on_host(value) if isinstance(value, dict) else _copied(value) for name, value in state.items()}
+class HostCopies:
+    """Host memory for the copies of one checkpoint, the same for each: its pages are made, and pinned, but once.
 
+    Invariant: what `of` returned is written before it is called again.
+    """
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, ShardedTensor | ShardedTensorFactory):
-        data = value.data.detach()
-        return replace(value, data=data.to("cpu", copy=True) if is_main_replica(value.replica_id) else data)
-    return value
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._blocks: list[torch.Tensor] = []
+        self._used: list[int] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory that it holds."""
+        return sum(block.numel() for block in self._blocks)
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Have room for copies of so many bytes each; what is missing then is allocated later."""
+        self._used = [0] * len(self._blocks)
+        for size in sizes:
+            self._room(size)
+
+    @torch.no_grad()
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with copies of the tensors that this rank writes; when this returns, they may change."""
+        self._used = [0] * len(self._blocks)
+        copies = {name: self._copied(value) for name, value in state.items()}
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._copied(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self._copied(inner) for inner in value]
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            data = value.data.detach()
+            return replace(value, data=self._copy(data) if is_main_replica(value.replica_id) else data)
+        return value
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return room.copy_(tensor, non_blocking=True)
+
+    def _room(self, size: int) -> torch.Tensor:
+        for number, block in enumerate(self._blocks):
+            if block.numel() - (at := self._used[number]) >= size:
+                break
+        else:
+            # Torch rounds pinned memory up to a power of two, so that is what is asked for.
+            length = max(_BLOCK_BYTES, 1 << (size - 1).bit_length())
+            block, number, at = torch.empty(length, dtype=torch.uint8, pin_memory=self._on_gpu), len(self._blocks), 0
+            self._blocks.append(block)
+            self._used.append(0)
+        self._used[number] = at + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return block[at : at + size]
 
 
 def begin_save(state: Shards, directory: Path, channel: Channel) -> Callable[[], None]:
