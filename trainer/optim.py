@@ -22,8 +22,8 @@ from trainer.mcore import (
     quiet,
 )
 from trainer.model import DTYPES, Model
-from trainer.shares import share_shards
 from trainer.sharding import Shards
+from trainer.shares import share_shards
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
