@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
+from trainer.arena import HostArena
 from trainer.mcore import (
     AsyncRequest,
     AsyncSaveShardedStrategy,
@@ -36,7 +37,6 @@ from trainer.parallel import Channel
 
 Shards = dict[str, Any]
 _FORMAT = CheckpointingConfig("torch_dist", 1)
-_BLOCK_BYTES, _ALIGNED_BYTES = 64 << 20, 64
 
 
 class ShardsFailed(Exception):
@@ -59,24 +59,23 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._blocks: list[torch.Tensor] = []
-        self._used: list[int] = []
+        self._arena = HostArena(pinned=self._on_gpu)
 
     @property
     def size_bytes(self) -> int:
         """Host memory that it holds."""
-        return sum(block.numel() for block in self._blocks)
+        return self._arena.size_bytes
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Have room for copies of so many bytes each; what is missing then is allocated later."""
-        self._used = [0] * len(self._blocks)
+        self._arena.clear()
         for size in sizes:
-            self._room(size)
+            self._arena.room(size)
 
     @torch.no_grad()
     def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The same with copies of the tensors that this rank writes; when this returns, they may change."""
-        self._used = [0] * len(self._blocks)
+        self._arena.clear()
         copies = {name: self._copied(value) for name, value in state.items()}
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -95,21 +94,8 @@ class HostCopies:
         return value
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        room = self._arena.room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return room.copy_(tensor, non_blocking=True)
-
-    def _room(self, size: int) -> torch.Tensor:
-        for number, block in enumerate(self._blocks):
-            if block.numel() - (at := self._used[number]) >= size:
-                break
-        else:
-            # Torch rounds pinned memory up to a power of two, so that is what is asked for.
-            length = max(_BLOCK_BYTES, 1 << (size - 1).bit_length())
-            block, number, at = torch.empty(length, dtype=torch.uint8, pin_memory=self._on_gpu), len(self._blocks), 0
-            self._blocks.append(block)
-            self._used.append(0)
-        self._used[number] = at + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        return block[at : at + size]
 
 
 def begin_save(state: Shards, directory: Path, channel: Channel) -> Callable[[], None]:
