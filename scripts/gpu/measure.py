@@ -39,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.gpu.figures import loss_figures
 from scripts.gpu.inputs import GPU_OVERRIDES, RUN, build_apart
 from scripts.gpu.processes import Clock, Process, engine_log, environment, free_port, say, versions, wait_for_engines
 
@@ -339,6 +340,7 @@ def part_offload(work: Path, clock: Clock, plan: dict[str, Any], found: dict[str
             return
     stays, waits = found["stays"], found["waits"]
     found["same_losses"] = stays["losses"] == waits["losses"]
+    found["losses_apart"] = loss_figures(stays["losses"], waits["losses"])["max_relative"]
     found["same_exports"] = stays["exported"] == waits["exported"]
     found["step_ratio"] = waits["step_s_median"] / stays["step_s_median"]
 
@@ -363,7 +365,8 @@ def part_resume(work: Path, clock: Clock, plan: dict[str, Any], found: dict[str,
     found["starts"] = [entry["start"] for entry in log if entry["event"] == "start"]
     one, other = (losses_of(events_of(work, name)) for name in ("whole", "killed"))
     found["same_losses"] = one == other
-    found["apart"] = {step: [one[step], other.get(step)] for step in one if one[step] != other.get(step)}
+    # On a GPU sums come in no fixed order: what the steps before the kill are apart, they owe to that alone.
+    found["losses"] = loss_figures([one[step] for step in sorted(one)], [other.get(step, 0.0) for step in sorted(one)])
 
 
 def kill_in_run(work: Path, clock: Clock, plan: dict[str, Any], settings: list[str], step: int) -> int:
