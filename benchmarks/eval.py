@@ -280,19 +280,30 @@ def _differing(one: Speed, other: Speed) -> int:
 
 
 def measure(given: argparse.Namespace) -> Report:
-    """Everything that this benchmark tells."""
+    """Everything that this benchmark tells; what there is so far goes to `--out` as it comes."""
     packages = ("evalfleet", "sglang", "torch", "ray", "aiohttp")
     report = Report("eval: what a point costs beside its engine", versions_of(*packages))
-    pairs: list[tuple[Speed, Speed]] = []
+    report.counts |= {"cuda": cuda_available(), "memory_samples": given.memory_samples}
+    report.counts |= {"dtype": given.dtype or "the model's"}
     with tempfile.TemporaryDirectory(prefix="evalfleet-") as base:
+        pairs: list[tuple[Speed, Speed]] = []
         if find_spec("sglang"):
             pairs, counts = asyncio.run(speeds(Path(base), given))
             report.counts |= counts
+        _compare(report, pairs)
+        _keep(report, given)
         waited_s = asyncio.run(awaited_s(Path(base)))
-    report.counts |= {"pairs": len(pairs), "cuda": cuda_available(), "memory_samples": given.memory_samples}
-    report.counts |= {"dtype": given.dtype or "the model's"}
+    report.targets[f"{_AWAITED} samples, an async scorer that waits 1 s"] = at_most(waited_s, 2.5)
+    _keep(report, given)
+    report.targets["MB over the idle size at the peak"] = at_most(memory_mb(given.memory_samples), 500.0)
+    _keep(report, given)
+    return report
+
+
+def _compare(report: Report, pairs: list[tuple[Speed, Speed]]) -> None:
     ratios = [by_point.generated / by_hand.generated for by_hand, by_point in pairs]
     whole = [by_point.recorded / by_hand.generated for by_hand, by_point in pairs]
+    report.counts["pairs"] = len(pairs)
     report.figures |= {
         "by_hand_tokens_per_s": [round(by_hand.generated) for by_hand, _ in pairs],
         "by_a_point_tokens_per_s": [round(by_point.generated) for _, by_point in pairs],
@@ -303,9 +314,11 @@ def measure(given: argparse.Namespace) -> Report:
     least = 0.95 if cuda_available() else 0.9
     name = "tokens/s: a point / the engine by hand, median of the pairs"
     report.targets[name] = at_least(median(ratios) if ratios else None, least)
-    report.targets[f"{_AWAITED} samples, an async scorer that waits 1 s"] = at_most(waited_s, 2.5)
-    report.targets["MB over the idle size at the peak"] = at_most(memory_mb(given.memory_samples), 500.0)
-    return report
+
+
+def _keep(report: Report, given: argparse.Namespace) -> None:
+    if given.out:
+        Path(given.out).write_text(json.dumps(asdict(report)))
 
 
 def main() -> int:
@@ -325,10 +338,7 @@ def main() -> int:
         if getattr(given, name) is None:
             setattr(given, name, quick if given.quick else full)
     given.concurrency = given.concurrency or (256 if cuda_available() else 32)
-    report = measure(given)
-    if given.out:
-        Path(given.out).write_text(json.dumps(asdict(report)))
-    return report.show(as_json=given.json)
+    return measure(given).show(as_json=given.json)
 
 
 if __name__ == "__main__":

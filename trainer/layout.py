@@ -100,10 +100,11 @@ def check_memory(needed_bytes: int, ranks_here: int) -> None:
 
 
 def check_checkpoint_memory(copy_bytes: int, copies_here: int, held_bytes: int) -> None:
-    """Refuse checkpoints whose copies, beside the export buffers, don't fit this node's free memory.
+    """Refuse checkpoints whose copies, beside what else is held, don't fit this node's free memory.
 
     Args:
-        copies_here: ranks of this node that make one; of data-parallel ranks one does.
+        copies_here: how many copies of a model's part the ranks of this node make; data-parallel ones share theirs.
+        held_bytes: of export buffers, and of what waits on the host between steps.
 
     Raises:
         ConfigError: says what they need and what there is.
@@ -112,7 +113,7 @@ def check_checkpoint_memory(copy_bytes: int, copies_here: int, held_bytes: int) 
     if free is not None and copy_bytes * copies_here + held_bytes > free:
         raise ConfigError(
             f"a checkpoint is copied to host memory: {megabytes(copy_bytes)} on each of {copies_here} ranks here, "
-            f"beside {megabytes(held_bytes)} of export buffers; {megabytes(free)} are free",
+            f"beside {megabytes(held_bytes)} for exports and offloading; {megabytes(free)} are free",
             field="train.save_dir",
             hint="free memory, or spread the model over more ranks (parallel.tensor, parallel.pipeline)",
         )

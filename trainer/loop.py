@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,7 @@ class Saver:
         started = self.clock()
         if self.config.train.save_hf:
             self._save_hf(step)
-        self.writer.settle()  # so that there is never more than one copy
-        with self.training.here():
-            state = self.training.state(step, self.data)
-        self.writer.save(step, state)
+        self.writer.save(step, partial(self.training.state, step, self.data))
         self.log.write("save", step=step, save_s=self.clock() - started)
         crash_point("after_save", step, first=self.settle)
 

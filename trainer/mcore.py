@@ -23,6 +23,7 @@ with quiet():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core import utils as megatron_utils
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
@@ -71,6 +72,7 @@ __all__ = [
     "is_main_replica",
     "make_sharded_optimizer_tensor",
     "megatron_utils",
+    "nested_values",
     "p2p_communication",
     "parallel_state",
     "param_and_grad_buffer",

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.arena import HostArena
+
 
 class Memory(Protocol):
     """What differs between a GPU and the tests."""
@@ -32,9 +34,12 @@ class Memory(Protocol):
 class CudaMemory:
     """Pinned host memory; freed blocks leave torch's cache."""
 
+    def __init__(self) -> None:
+        self._arena = HostArena(pinned=True)
+
     def host(self, size_bytes: int) -> Tensor:
         """As `Memory.host`."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._arena.room(size_bytes)
 
     def settle(self) -> None:
         """As `Memory.settle`."""

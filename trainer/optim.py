@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +16,14 @@ from trainer.config import TrainSection
 from trainer.mcore import (
     OptimizerConfig,
     get_megatron_optimizer,
+    is_main_replica,
     make_sharded_optimizer_tensor,
     parallel_state,
     quiet,
 )
 from trainer.model import DTYPES, Model
-from trainer.sharding import Shards, on_host
+from trainer.sharding import Shards
+from trainer.shares import share_shards
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
@@ -44,18 +45,20 @@ class Optimizer(Protocol):
     def reload(self) -> None:
         """The parameters were set from outside: main copies follow them."""
 
-    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds of it, beside the model's own shards: main parameters, moments, steps. Collective.
+    def shards(self, model: Shards) -> dict[str, Any]:
+        """What a checkpoint holds of it, beside the model's own shards: main parameters, moments, steps, as they lie.
 
-        Args:
-            loading: where it is to be read to; else copies in host memory.
+        No communication; a checkpoint is read into the same tensors.
         """
+
+    def sizes(self, model: Shards) -> Iterator[int]:
+        """Bytes of each tensor of `shards` that this rank writes, before a step has made them too."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it holds on the device beside the parameters and their gradients."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what was read by `shards(loading=True)`."""
+        """Go on from what was read into `shards`."""
 
 
 def build_optimizer(model: Model, config: TrainSection) -> Optimizer:
@@ -100,59 +103,50 @@ class MegatronOptimizer:
         """As `Optimizer.reload`."""
         self._optimizer.reload_model_params()
 
-    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
-        """As `Optimizer.shards`; gathered by each data-parallel group's first rank, on the host."""
-        for inner in self._inner():
-            _ensure_moments(inner)  # megatron asks for the steps of a state that is there
-        with quiet():
-            found = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=_RESHARDABLE)
-        return dict(found)
+    def shards(self, model: Shards) -> dict[str, Any]:
+        """As `Optimizer.shards`; a rank's are its share of its data-parallel group's, so nothing is gathered."""
+        part = self._part
+        _ensure_moments(part.optimizer)  # megatron asks for the steps of a state that is there
+        of = {shard.data: shard for shard in model.values()}
+        shares = {}
+        for param, start in _shares(part):
+            held = part._get_main_param_and_optimizer_states(param)
+            shares[of[param].key] = {
+                kind: share_shards(of[param], start, held[kind].detach(), f"optimizer.state.{kind}")
+                for kind in ("param", *_MOMENTS)
+            }
+        return {**part.state_dict(), "param_state": shares}
+
+    def sizes(self, model: Shards) -> Iterator[int]:
+        """As `Optimizer.sizes`."""
+        for main in _mains(self._part.optimizer):
+            yield from [main.nbytes] * 3
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """As `Optimizer.tensors`."""
-        for inner in self._inner():
-            yield from _tensors_of(inner)
+        yield from _tensors_of(self._part.optimizer)
 
-    def _inner(self) -> list[Any]:
-        """Torch's own optimizers, over this rank's share of the main parameters."""
-        return [part.optimizer for part in self._parts()]
-
-    def _parts(self) -> list[Any]:
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+    @property
+    def _part(self) -> Any:
+        """The one of a model without experts; its own `optimizer` is torch's, over this rank's share."""
+        (part,) = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return part
 
     def load(self, state: dict[str, Any]) -> None:
-        """As `Optimizer.load`."""
-        with quiet(), ExitStack() as stack:
-            for part in self._parts():
-                stack.enter_context(_steps_kept(part))
-            self._optimizer.load_state_dict(state)
-        for inner in self._inner():  # megatron gives all parameters one and the same count, which each would raise
-            for held in inner.state.values():
-                held["step"] = held["step"].clone()
+        """As `Optimizer.load`; main parameters and moments were read where they lie."""
+        with quiet():
+            self._optimizer.load_state_dict({name: value for name, value in state.items() if name != "param_state"})
+        # Megatron gives all parameters one and the same count, which each would raise.
+        for held in self._part.optimizer.state.values():
+            held["step"] = held["step"].clone()
 
 
-@contextmanager
-def _steps_kept(part: Any) -> Iterator[None]:
-    """Megatron sets all that torch's Adam holds of a parameter, and reads all but the step, which is set before."""
-    set_state = part._set_main_param_and_optimizer_states
-
-    def with_step(param: Any, tensors: dict[str, Any]) -> None:
-        held = part._get_main_param_and_optimizer_states(param)
-        set_state(param, {"step": held["step"], **tensors})
-
-    part._set_main_param_and_optimizer_states = with_step
-    try:
-        yield
-    finally:
-        del part._set_main_param_and_optimizer_states
-
-
-# Each parameter by itself and whole over the data-parallel ranks, so that any layout can read it.
-_RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-}
+def _shares(part: Any) -> Iterator[tuple[Any, int]]:
+    """The parameters of which this rank has a share, and where each begins."""
+    for buffer in part.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                yield from ((param, ranges["param"].start) for param, ranges in bucket["param_map"].items())
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -203,7 +197,7 @@ class HostOptimizer:
             if main is not param:
                 main.copy_(param)
 
-    def shards(self, model: Shards, *, loading: bool = False) -> dict[str, Any]:
+    def shards(self, model: Shards) -> dict[str, Any]:
         """As `Optimizer.shards`."""
         held = self._held()
         state = {
@@ -214,7 +208,14 @@ class HostOptimizer:
             for name, shard in model.items()
         }
         steps = {float(self._adamw.state[main]["step"]) for main in self._main}
-        return {"steps": max(steps), "state": state if loading else on_host(state)}
+        return {"steps": max(steps), "state": state}
+
+    def sizes(self, model: Shards) -> Iterator[int]:
+        """As `Optimizer.sizes`."""
+        for shard in model.values():
+            if is_main_replica(shard.replica_id):
+                kinds = 2 if shard.data.dtype is torch.float32 else 3
+                yield from [4 * shard.data.numel()] * kinds
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """As `Optimizer.tensors`."""
@@ -249,20 +250,23 @@ class HostOptimizer:
 
 def _ensure_moments(optimizer: Any) -> None:
     """Those that no step has made yet are zero."""
+    for main in _mains(optimizer):
+        if not (state := optimizer.state[main]):
+            state["step"] = torch.zeros(())
+            state |= {kind: torch.zeros_like(main.data) for kind in _MOMENTS}
+
+
+def _mains(optimizer: Any) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        for main in group["params"]:
-            if not (state := optimizer.state[main]):
-                state["step"] = torch.zeros(())
-                state |= {kind: torch.zeros_like(main.data) for kind in _MOMENTS}
+        yield from group["params"]
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters and moments; a count of steps stays where it is."""
-    for group in optimizer.param_groups:
-        for main in group["params"]:
-            yield main.data
-            held = optimizer.state.get(main, {}).values()
-            yield from (value for value in held if isinstance(value, torch.Tensor) and value.ndim)
+    for main in _mains(optimizer):
+        yield main.data
+        held = optimizer.state.get(main, {}).values()
+        yield from (value for value in held if isinstance(value, torch.Tensor) and value.ndim)
 
 
 def _counts(param: Any, tensor_rank: int) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from trainer.background import Background
 from trainer.checkpoint import CheckpointStore
@@ -20,6 +21,8 @@ from trainer.crash import crash_point
 from trainer.parallel import TIMEOUT, Ranks
 from trainer.sharding import Shards, begin_save, end_save
 from trainer.steplog import StepLog
+
+_Value = TypeVar("_Value")
 
 
 class SaveFailed(Exception):
@@ -38,26 +41,34 @@ class CheckpointWriter:
     last: int | None = None
     fault: str | None = None
 
-    def save(self, step: int, state: Shards) -> None:
+    def save(self, step: int, take: Callable[[], Shards]) -> None:
         """Publish a state behind; waits for the save before this one. Collective.
 
         Args:
-            state: that nobody changes any more.
+            take: called once the save before this one is over, whose memory it may take; what it returns nobody changes
+                until the next save.
         """
         self.settle()
         directory, fault = self.ranks.main.broadcast(self._begin() if self.ranks.leads else None)
         write: Callable[[], None] | None = None
         if fault is None:
-            try:
-                write = begin_save(state, directory, self.ranks.save)
-            except Exception as exc:  # noqa: BLE001 - the edge: every rank is told
-                fault = _told(exc)
-            fault = next((found for found in self.ranks.main.gather(fault) if found), None)
+            state, fault = self._tried(take)
+            if state is not None and fault is None:
+                write, fault = self._tried(partial(begin_save, state, directory, self.ranks.save))
         if write is None or fault is not None:
             self._failed(step, directory, fault or "")
             return
         self.background.acquire(TIMEOUT.total_seconds())
         self.background.submit(partial(self._publish, step, directory, write))
+
+    def _tried(self, job: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
+        """What it returned, and the first fault of all ranks. Collective."""
+        value = fault = None
+        try:
+            value = job()
+        except Exception as exc:  # noqa: BLE001 - the edge: every rank is told
+            fault = _told(exc)
+        return value, next((found for found in self.ranks.main.gather(fault) if found), None)
 
     def settle(self) -> None:
         """Wait until what was begun is published or given up."""

@@ -20,6 +20,7 @@ from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError
 from trainer import cadence
 from trainer.architecture import FIELD, Architecture, read_architecture
+from trainer.arena import power_of_two
 from trainer.background import Background
 from trainer.checkpoint import FIELD as FIELD_SAVES
 from trainer.checkpoint import CheckpointStore
@@ -57,6 +58,7 @@ class Prepared:
     start: int | None
     points: tuple[cadence.Point, ...]
     buffer_bytes: int
+    checkpoint_bytes: int
 
     @property
     def description(self) -> str:
@@ -66,7 +68,8 @@ class Prepared:
         buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
         if self.buffer_bytes and self.config.eval.buffer == "device":
             buffer += ", and as much of its device's"
-        return f"{resolved_json(self.config)}\n{steps}\n{buffer}\nplan: {cadence.describe(self.points)}"
+        saves = f"checkpoints: {megabytes(self.checkpoint_bytes)} of host memory on each rank that copies one"
+        return f"{resolved_json(self.config)}\n{steps}\n{buffer}\n{saves}\nplan: {cadence.describe(self.points)}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -112,14 +115,17 @@ def prepare(config: RunConfig) -> Prepared:
     architecture = read_architecture(config.model.hf_path)
     stages = check_layout(config, architecture, world_size())
     buffer = buffer_bytes(config, architecture, stages)
+    if torch.cuda.is_available():
+        buffer = power_of_two(buffer)  # pinned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_memory(buffer, here)
     store = _store(config)
     start = _start(config, store)
     trains = (start or 0) < config.train.num_steps
-    if trains:
-        copies = min(here, config.parallel.tensor * config.parallel.pipeline)
-        check_checkpoint_memory(checkpoint_bytes(config, architecture, stages), copies, buffer * here)
+    copy = checkpoint_bytes(config, architecture, stages) if trains else 0
+    copies = min(here, config.parallel.tensor * config.parallel.pipeline)
+    away = copy if config.train.offload_train else 0  # as much waits there, beside the copy
+    check_checkpoint_memory(copy, copies, buffer * here + away * copies)
     dataset = _batches(config, architecture, start or 0) if trains else None
     points = cadence.plan(
         start=start or 0,
@@ -128,7 +134,7 @@ def prepare(config: RunConfig) -> Prepared:
         steps_per_epoch=dataset.steps_per_epoch if dataset else None,
         skip_eval_before_train=config.eval.skip_eval_before_train,
     )
-    return Prepared(config, architecture, dataset, start, points, buffer)
+    return Prepared(config, architecture, dataset, start, points, buffer, copy)
 
 
 def run(prepared: Prepared) -> int:
@@ -163,6 +169,8 @@ def _run_model(prepared: Prepared, loop: Loop) -> None:
         training = build_training(prepared.architecture, config.model.hf_path, config.train, ranks, config.parallel)
         _resume(prepared, training, store, loop)
         stager = _stager(prepared, training)
+        if prepared.dataset is not None:
+            _reserve_copies(training)
         writer = CheckpointWriter(store, ranks, loop.log)
         data = prepared.dataset.identity if prepared.dataset is not None else {}
         saver = Saver(config, writer, training, data, stager, loop.log, time.monotonic)
@@ -209,6 +217,14 @@ def _stager(prepared: Prepared, training: Training) -> Stager:
         if ranks.device.type == "cuda" and config.eval.enabled:
             weights.canary()  # its first forward pass loads kernels; no step is to wait for that
     return Stager(weights, ranks.main, Background())
+
+
+def _reserve_copies(training: Training) -> None:
+    try:
+        training.reserve()
+    except RuntimeError as exc:  # pinned memory, as CUDA has it
+        hint = "free host memory, or raise the limit on pinned memory"
+        raise ConfigError(f"a checkpoint's copy can't be allocated: {exc}", field=FIELD_SAVES, hint=hint) from exc
 
 
 def reserve(weights: Exporter, where: str) -> None:

@@ -8,7 +8,7 @@ is unsafe once threads run, and keeps a helper that outlives a kill; so torch's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
+from trainer.arena import HostArena
 from trainer.mcore import (
     AsyncRequest,
     AsyncSaveShardedStrategy,
@@ -50,18 +51,51 @@ def model_shards(gpt: Any) -> Shards:
     return {name: shard for name, shard in found.items() if isinstance(shard, ShardedTensor | ShardedTensorFactory)}
 
 
-def on_host(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same with copies, in host memory, of the tensors that this rank writes."""
-    return {name: on_host(value) if isinstance(value, dict) else _copied(value) for name, value in state.items()}
+class HostCopies:
+    """Host memory for the copies of one checkpoint, the same for each: its pages are made, and pinned, but once.
 
+    Invariant: what `of` returned is written before it is called again.
+    """
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, ShardedTensor | ShardedTensorFactory):
-        data = value.data.detach()
-        return replace(value, data=data.to("cpu", copy=True) if is_main_replica(value.replica_id) else data)
-    return value
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._arena = HostArena(pinned=self._on_gpu)
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory that it holds."""
+        return self._arena.size_bytes
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Have room for copies of so many bytes each; what is missing then is allocated later."""
+        self._arena.clear()
+        for size in sizes:
+            self._arena.room(size)
+
+    @torch.no_grad()
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with copies of the tensors that this rank writes; when this returns, they may change."""
+        self._arena.clear()
+        copies = {name: self._copied(value) for name, value in state.items()}
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._copied(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self._copied(inner) for inner in value]
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            data = value.data.detach()
+            return replace(value, data=self._copy(data) if is_main_replica(value.replica_id) else data)
+        return value
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._arena.room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return room.copy_(tensor, non_blocking=True)
 
 
 def begin_save(state: Shards, directory: Path, channel: Channel) -> Callable[[], None]:

@@ -21,13 +21,13 @@ from trainer.checkpoint import CheckpointStore
 from trainer.config import ParallelSection, TrainSection
 from trainer.data import Batch, Example, collate
 from trainer.debug_data import Batches
-from trainer.mcore import get_forward_backward_func, quiet
+from trainer.mcore import get_forward_backward_func, is_main_replica, quiet
 from trainer.model import Model, build_model
 from trainer.offload import CudaMemory, Offload, PlainMemory
 from trainer.optim import Optimizer, build_optimizer
 from trainer.parallel import Ranks, share_of
 from trainer.rope import Positions
-from trainer.sharding import Shards, model_shards, on_host
+from trainer.sharding import HostCopies, Shards, model_shards
 from trainer.sharding import load as load_shards
 
 
@@ -49,6 +49,7 @@ class Training:
     parallel: ParallelSection
     model: Model
     optimizer: Optimizer
+    copies: HostCopies
     offload: Offload | None = None
 
     def here(self) -> AbstractContextManager[None]:
@@ -100,20 +101,23 @@ class Training:
         total = self.model.ranks.main.sum(mine)
         return float(total[0]), float(total[1])
 
+    def reserve(self) -> None:
+        """Have host memory for a checkpoint before the first step, so that no save pays for it."""
+        model = model_shards(self.model.gpt)
+        mine = (shard.data.nbytes for shard in model.values() if is_main_replica(shard.replica_id))
+        self.copies.reserve((*mine, *self.optimizer.sizes(model)))
+
     def state(self, step: int, data: Mapping[str, Any]) -> Shards:
-        """What a checkpoint holds of now, in host memory of its own; `here` meanwhile. Collective.
+        """What a checkpoint holds of now, in host memory that the next one takes again.
 
         Args:
             data: what decides the order of the data; a step's own place in it follows from its number, as its learning
                 rate does.
         """
-        model = model_shards(self.model.gpt)
-        return self._common() | {
-            "step": step,
-            "data": dict(data),
-            "model": on_host(model),
-            "optimizer": self.optimizer.shards(model),
-        }
+        with self.here():
+            model = model_shards(self.model.gpt)
+            state = {**self._common(), "step": step, "data": dict(data)}
+            return self.copies.of({**state, "model": model, "optimizer": self.optimizer.shards(model)})
 
     def _common(self) -> dict[str, Any]:
         # Nothing here draws from the CUDA generators, so they are as the seed sets them, under any layout.
@@ -126,7 +130,7 @@ class Training:
             ConfigError: it can't be read, or is of another model or optimizer.
         """
         model = model_shards(self.model.gpt)
-        wanted = {"model": dict(model), "optimizer": self.optimizer.shards(model, loading=True)}
+        wanted = {"model": dict(model), "optimizer": self.optimizer.shards(model)}
         targets = _tensors(wanted)
         try:
             found = load_shards(wanted, store.path(step))
@@ -156,7 +160,8 @@ def build_training(
     model = build_model(architecture, ranks, parallel, config.dtype)
     load_hf(model, hf_path)
     optimizer = build_optimizer(model, config)
-    return Training(config, parallel, model, optimizer, _offload(model, optimizer) if config.offload_train else None)
+    offload = _offload(model, optimizer) if config.offload_train else None
+    return Training(config, parallel, model, optimizer, HostCopies(ranks.device), offload)
 
 
 def _offload(model: Model, optimizer: Optimizer) -> Offload:

@@ -78,7 +78,7 @@ FULL: Found = {
     "batch": 128,
     "lr": 3e-4,
     "warmup": 30,
-    "examples": 4096,
+    "examples": 4096,  # for each engine: a point takes about as long as the next one is away
     "points": 2,
     "buffer": "device",
     "keep": 3,
@@ -97,7 +97,7 @@ TINY: Found = FULL | {
     "batch": 32,
     "lr": 2e-3,
     "warmup": 5,
-    "examples": 48,
+    "examples": 96,
     "buffer": "host",
     "load": 256,
     "load_tokens": 32,

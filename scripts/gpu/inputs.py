@@ -61,7 +61,8 @@ def write_data(work: Path, plan: dict[str, Any], tokenizer: Any) -> None:
     rng = random.Random(0)
     train: list[tuple[str, str]] = []
     asked: dict[str, str] = {}
-    while len(train) < plan["num_steps"] * plan["batch"] or len(asked) < plan["examples"]:
+    examples = plan["examples"] * plan.get("engines", 1)
+    while len(train) < plan["num_steps"] * plan["batch"] or len(asked) < examples:
         question, answer = TASKS["upper"](rng)
         if is_held_out(question):
             asked[question] = answer
@@ -71,7 +72,7 @@ def write_data(work: Path, plan: dict[str, Any], tokenizer: Any) -> None:
         for question, answer in train[: plan["num_steps"] * plan["batch"]]:
             chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": chat}) + "\n")
-    _write_prompts(work / "asked.jsonl", tokenizer, list(asked.items())[: plan["examples"]])
+    _write_prompts(work / "asked.jsonl", tokenizer, list(asked.items())[:examples])
     if load := plan.get("load"):
         prompts = [TASKS["upper"](rng) for _ in range(load * (plan["engines"] + 1))]
         _write_prompts(work / "load-one.jsonl", tokenizer, prompts[:load])

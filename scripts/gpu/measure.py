@@ -9,7 +9,9 @@
    of weights one step off, of a dropped tensor and of two swapped ones.
 4. `offload`, with `--only offload` alone: the same training with `train.offload_train` and without: losses, exports,
    peak device memory, what is held between steps, time per step.
-5. `eval`, with `--only eval` alone: benchmarks/eval.py: tokens per second of a point against the same requests sent to
+5. `resume`, with `--only resume` alone: a training that is killed a few steps after a checkpoint, resumed, and held
+   against the same one uninterrupted: losses, what each save waited for and took behind, steps beside it.
+6. `eval`, with `--only eval` alone: benchmarks/eval.py: tokens per second of a point against the same requests sent to
    the engine by hand, 2,000 samples of 128 tokens; scorers that wait; the controller's memory.
 
 With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
@@ -31,11 +33,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.gpu.figures import loss_figures
 from scripts.gpu.inputs import GPU_OVERRIDES, RUN, build_apart
 from scripts.gpu.processes import Clock, Process, engine_log, environment, free_port, say, versions, wait_for_engines
 
@@ -59,6 +63,7 @@ TINY = {
     "points": 2,
     "buffer": "host",
 }
+Keep = Callable[[], None]  # writes what there is so far
 # --- 1: the export by itself
 
 
@@ -110,12 +115,9 @@ def part_run(work: Path, clock: Clock, port: int, plan: dict[str, Any]) -> dict[
 def train(work: Path, clock: Clock, plan: dict[str, Any], *settings: str, name: str = "train") -> dict[str, Any]:
     """One training; its mean step from the tenth on, from one step's begin to the next one's, exports included."""
     began = time.monotonic()
-    argv = ["-m", "trainer.main", "--config", str(work / "run.toml")]
-    argv += [part for setting in settings for part in ("--set", setting)]
-    gpu = {"CUDA_VISIBLE_DEVICES": "0"} if plan["two"] else {}
-    trainer = Process(argv, work / "logs" / f"{name}.log", cwd=work, **gpu)
+    trainer = start_training(work, plan, *settings, name=name)
     code = trainer.wait(clock.left(240.0))
-    entries = [json.loads(line) for line in (work / name / "steps.jsonl").read_text().splitlines()]
+    entries = events_of(work, name)
     begun = [entry["time"] for entry in entries if entry["event"] == "step_begin"][10:]
     gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
     return {
@@ -124,10 +126,18 @@ def train(work: Path, clock: Clock, plan: dict[str, Any], *settings: str, name: 
         "log": trainer.tail(1500),
         "steps": len(gaps),
         "exports": sum(entry["event"] == "eval_exported" for entry in entries),
-        "step_s_mean": sum(gaps) / len(gaps),
-        "step_s_median": sorted(gaps)[len(gaps) // 2],
+        "step_s_mean": sum(gaps) / len(gaps) if gaps else None,
+        "step_s_median": sorted(gaps)[len(gaps) // 2] if gaps else None,
         "step_s_slowest": sorted(gaps)[-8:],
     }
+
+
+def start_training(work: Path, plan: dict[str, Any], *settings: str, name: str) -> Process:
+    """`run.toml`'s, with settings over it."""
+    argv = ["-m", "trainer.main", "--config", str(work / "run.toml")]
+    argv += [part for setting in settings for part in ("--set", setting)]
+    gpu = {"CUDA_VISIBLE_DEVICES": "0"} if plan["two"] else {}
+    return Process(argv, work / "logs" / f"{name}.log", cwd=work, **gpu)
 
 
 def figures_of(client: Any, work: Path, port: int, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
@@ -311,17 +321,13 @@ def changed(snapshot: Path, target: Path, change: Callable[[dict[str, Any]], dic
 # --- 4: parameters and optimizer that wait on the host between steps
 
 
-def part_offload(work: Path, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
+def part_offload(work: Path, clock: Clock, plan: dict[str, Any], found: dict[str, Any], keep: Keep) -> None:
     """The same training twice, exports included, with `train.offload_train` and without."""
-    found: dict[str, Any] = {}
     for name, away in (("stays", "false"), ("waits", "true")):
         settings = ["eval.interval=none", "eval.suites=[]", "train.num_steps=30", "train.save_interval=15"]
         settings += ["train.save_hf=true", f"run.name={name}", f"run.output_dir={work / name}"]
-        try:
-            found[name] = train(work, clock, plan, *settings, f"train.offload_train={away}", name=name)
-        except FileNotFoundError:  # refused, as it is where there is no GPU
-            return {**found, "refused": (work / "logs" / f"{name}.log").read_text()[-500:]}
-        log = [json.loads(line) for line in (work / name / "steps.jsonl").read_text().splitlines()]
+        found[name] = train(work, clock, plan, *settings, f"train.offload_train={away}", name=name)
+        log = events_of(work, name)
         steps = [entry for entry in log if entry["event"] == "step_end"]
         for figure in ("peak_device_bytes", "waiting_device_bytes"):
             found[name][figure] = max((entry[figure] for entry in steps[2:] if figure in entry), default=None)
@@ -329,15 +335,71 @@ def part_offload(work: Path, clock: Clock, plan: dict[str, Any]) -> dict[str, An
         saved = (work / name / "checkpoints" / "hf" / name).glob("step_*")
         found[name]["exported"] = sorted(path.name for path in saved)
         found[name]["saves"] = [entry for entry in log if entry["event"] in ("save", "saved", "save_failed")]
+        keep()
+        if found[name]["exit_code"] != 0:  # refused, as it is where there is no GPU, or out of time
+            return
     stays, waits = found["stays"], found["waits"]
-    return found | {
-        "same_losses": stays["losses"] == waits["losses"],
-        "same_exports": stays["exported"] == waits["exported"],
-        "step_ratio": waits["step_s_median"] / stays["step_s_median"],
-    }
+    found["same_losses"] = stays["losses"] == waits["losses"]
+    found["losses_apart"] = loss_figures(stays["losses"], waits["losses"])["max_relative"]
+    found["same_exports"] = stays["exported"] == waits["exported"]
+    found["step_ratio"] = waits["step_s_median"] / stays["step_s_median"]
 
 
-# --- 5: a point against its engine by hand
+# --- 5: a killed training
+
+
+def part_resume(work: Path, clock: Clock, plan: dict[str, Any], found: dict[str, Any], keep: Keep) -> None:
+    """The same training uninterrupted, and killed and resumed."""
+    base = ["eval.interval=none", "eval.suites=[]", "train.num_steps=60", "train.save_interval=20"]
+    base += ["train.keep_checkpoints=1"]
+    whole = [*base, "run.name=whole", f"run.output_dir={work / 'whole'}"]
+    killed = [*base, "run.name=killed", f"run.output_dir={work / 'killed'}"]
+    found["whole"] = train(work, clock, plan, *whole, name="whole")
+    found["saves"] = [entry for entry in events_of(work, "whole") if entry["event"] in ("save", "saved")]
+    shutil.rmtree(work / "whole" / "checkpoints", ignore_errors=True)
+    keep()
+    found["killed_at"] = kill_in_run(work, clock, plan, killed, step=45)
+    found["resumed"] = train(work, clock, plan, *killed, name="killed")
+    shutil.rmtree(work / "killed" / "checkpoints", ignore_errors=True)
+    log = events_of(work, "killed")
+    found["starts"] = [entry["start"] for entry in log if entry["event"] == "start"]
+    one, other = (losses_of(events_of(work, name)) for name in ("whole", "killed"))
+    found["same_losses"] = one == other
+    # On a GPU sums come in no fixed order: what the steps before the kill are apart, they owe to that alone.
+    found["losses"] = loss_figures([one[step] for step in sorted(one)], [other.get(step, 0.0) for step in sorted(one)])
+
+
+def kill_in_run(work: Path, clock: Clock, plan: dict[str, Any], settings: list[str], step: int) -> int:
+    """SIGKILL once a step has ended and the checkpoint before it is there; returns the last step that was seen."""
+    trainer = start_training(work, plan, *settings, name="killed")
+    until = time.monotonic() + clock.left(200.0)
+    try:
+        while time.monotonic() < until and trainer.process.poll() is None:
+            log = events_of(work, "killed")
+            ended = max((entry["step"] for entry in log if entry["event"] == "step_end"), default=0)
+            if ended >= step and any(entry["event"] == "saved" for entry in log):
+                return ended
+            time.sleep(0.02)
+    finally:
+        trainer.end(patience_s=0.0)
+    raise RuntimeError(f"it did not come to step {step}: {trainer.tail()}")
+
+
+def events_of(work: Path, name: str) -> list[dict[str, Any]]:
+    """A run's log so far; a line that was cut is left out."""
+    path, entries = work / name / "steps.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def losses_of(log: list[dict[str, Any]]) -> dict[int, float]:
+    """Of each step, the last time that it was trained."""
+    return {entry["step"]: entry["loss"] for entry in log if entry["event"] == "step_end"}
+
+
+# --- 6: a point against its engine by hand
 
 
 def part_eval(work: Path, clock: Clock, tiny: bool) -> dict[str, Any]:
@@ -360,6 +422,8 @@ def verdicts(result: dict[str, Any]) -> dict[str, Any]:
     run = result.get("run", {})
     points = {point["step"]: point for point in run.get("points", [])}
     last = points.get(max(points, default=0), {})
+    if not run:
+        return {"export targets": result.get("export", {}).get("targets")}
     wanted = {
         "every point done": run.get("points_by_state") == {"done": result["plan"]["points"] + 1},
         "evalfleet check": run.get("check", {}).get("exit_code") == 0,
@@ -402,29 +466,34 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     plan = (TINY if args.tiny else FULL) | {"two": args.two, "points": args.points, "buffer": args.buffer}
     work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-measure-"))
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "plan": plan, "errors": {}}
-    parts: list[tuple[str, Callable[[], Any]]] = [
-        ("versions", versions),
-        ("inputs", lambda: build_apart(work, port, args.tiny, clock, plan)),
-        ("export", lambda: part_export(work, clock, args.tiny)),
-        ("run", lambda: part_run(work, clock, port, plan)),
-        ("pin", lambda: part_pin(work, clock, args.tiny)),
-        ("offload", lambda: part_offload(work, clock, plan)),
-        ("eval", lambda: part_eval(work, clock, args.tiny)),
-    ]
-    for name, part in parts:
-        if name in ("export", "run", "pin", "offload", "eval") and name not in args.only.split(","):
-            continue
-        say(name)
-        began = time.monotonic()
-        try:
-            result[name] = part()
-        except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
-            result["errors"][name] = traceback.format_exc()
-        result.setdefault("seconds", {})[name] = time.monotonic() - began
-        if args.out:  # what there is so far, should the machine be taken away
+    date = time.strftime("%Y-%m-%d %H:%M:%S")
+    result: dict[str, Any] = {"date": date, "plan": plan, "errors": {}, "seconds": {}}
+
+    def keep() -> None:  # what there is so far, should the machine be taken away
+        if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "measured.json").write_text(json.dumps(result, indent=1))
+
+    parts: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+        "versions": lambda _: versions(),
+        "inputs": lambda _: build_apart(work, port, args.tiny, clock, plan),
+        "export": lambda _: part_export(work, clock, args.tiny),
+        "run": lambda _: part_run(work, clock, port, plan),
+        "pin": lambda _: part_pin(work, clock, args.tiny),
+        "offload": lambda found: part_offload(work, clock, plan, found, keep),
+        "resume": lambda found: part_resume(work, clock, plan, found, keep),
+        "eval": lambda _: part_eval(work, clock, args.tiny),
+    }
+    for name in ("versions", "inputs", *args.only.split(",")):
+        say(name)
+        began = time.monotonic()
+        found = result[name] = {}
+        try:
+            found.update(parts[name](found) or {})
+        except Exception:  # noqa: BLE001 - the edge of a part: its figures alone are lost
+            result["errors"][name] = traceback.format_exc()
+        result["seconds"][name] = time.monotonic() - began
+        keep()
     result["verdicts"] = verdicts(result)
     if args.work is None:
         shutil.rmtree(work, ignore_errors=True)

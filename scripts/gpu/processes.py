@@ -72,8 +72,10 @@ class Process:
             return None
 
     def end(self, patience_s: float = 15.0) -> None:
-        """SIGTERM, then SIGKILL, to the whole group."""
+        """SIGTERM, then SIGKILL, to the whole group; with no patience SIGKILL alone."""
         for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10.0)):
+            if not wait_s:
+                continue
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):

@@ -13,8 +13,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TIMEOUT_S = 240.0  # the first case waits for the imports
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Train `steps`, save, publish; `env` is set on rank 1 alone."""
+    """Train `steps`, save, publish; `distributed`: with the optimizer of GPUs. `env` is set on rank 1 alone."""
 
     hf_path: str
     data: str
@@ -36,6 +37,7 @@ class Case:
     resume_at: int = 0
     keep_checkpoints: int | None = None
     packing: bool = False
+    distributed: bool = False
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -109,6 +111,7 @@ def run_case(case: Case) -> Found:
     """One rank's part of a case."""
     from transformers import AutoTokenizer
 
+    from tests.support.distributed_on_cpu import distributed_on_cpu
     from trainer.architecture import read_architecture
     from trainer.background import Background
     from trainer.checkpoint import CheckpointStore
@@ -126,7 +129,8 @@ def run_case(case: Case) -> Found:
     section = TrainSection(**{**settings, **case.train})
     tokenizer = AutoTokenizer.from_pretrained(hf_path)
     dataset = load_dataset(Path(case.data), tokenizer, max_length=64, seed=0, global_batch_size=8, packing=case.packing)
-    with parallel_session(parallel, seed=0, threads=1) as ranks:
+    optimizer = distributed_on_cpu() if case.distributed else nullcontext()
+    with parallel_session(parallel, seed=0, threads=1) as ranks, optimizer:
         training = build_training(read_architecture(hf_path), hf_path, section, ranks, parallel)
         writer = CheckpointWriter(CheckpointStore(Path(case.save_dir or ""), "run", case.keep_checkpoints), ranks)
         if case.resume_at:
@@ -135,7 +139,7 @@ def run_case(case: Case) -> Found:
         for step in range(case.resume_at + 1, case.resume_at + case.steps + 1):
             results.append(training.step(step, dataset))
             if case.save_dir and not case.resume_at:
-                writer.save(step, training.state(step, dataset.identity))  # behind the next step
+                writer.save(step, partial(training.state, step, dataset.identity))  # behind the next step
         writer.settle()
         exporter = Exporter(training.model, hf_path, max_file_bytes=case.max_file_bytes)
         stager = Stager(exporter, ranks.main, Background())

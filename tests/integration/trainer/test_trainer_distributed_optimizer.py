@@ -1,63 +1,31 @@
-"""The optimizer of GPUs, megatron's distributed one, with the CPU as its device: its checkpoints are resumed.
-
-It asks for CUDA by name wherever it makes a tensor, and takes none of another kind; here it is told that these are.
-"""
+"""The optimizer of GPUs, megatron's distributed one, with the CPU as its device: its checkpoints are resumed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
-from trainer import model as trainer_model
-from trainer import optim, training
+from tests.support.distributed_on_cpu import distributed_on_cpu
 from trainer.architecture import read_architecture
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ParallelSection, TrainSection
-from trainer.cpu_megatron import _TorchOnCpu
 from trainer.data import load_dataset
 from trainer.parallel import Ranks, parallel_session
 from trainer.saving import CheckpointWriter
 from trainer.training import Training, build_training
 
 pytestmark = pytest.mark.real
-KINDS = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
-
-
-class Torch(_TorchOnCpu):
-    """As the trainer's stand-in, for more of torch's factories."""
-
-    def tensor(self, data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        """On the CPU."""
-        return torch.tensor(data, **options)
-
-    def empty(self, *size: Any, device: Any = None, **options: Any) -> torch.Tensor:
-        """On the CPU."""
-        return torch.empty(*size, **options)
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+def ranks() -> Iterator[Ranks]:
     """One rank, whose CPU passes for a GPU to megatron's optimizer."""
-    with parallel_session(ParallelSection(), seed=0, threads=1) as held:
-        for name in ("optimizer.distrib_optimizer", "optimizer.optimizer", "optimizer.clip_grads", "utils"):
-            monkeypatch.setitem(sys.modules[f"megatron.core.{name}"].__dict__, "torch", Torch())
-        kind = torch.Tensor.type
-        monkeypatch.setattr(
-            torch.Tensor, "type", lambda tensor, *args: kind(tensor, *args) if args else KINDS[tensor.dtype]
-        )
-        config = vars(trainer_model)["DistributedDataParallelConfig"]
-        monkeypatch.setattr(
-            trainer_model,
-            "DistributedDataParallelConfig",
-            lambda **options: config(**{**options, "use_distributed_optimizer": True}),
-        )
-        monkeypatch.setattr(training, "build_optimizer", optim.MegatronOptimizer)
+    with parallel_session(ParallelSection(), seed=0, threads=1) as held, distributed_on_cpu():
         yield held
 
 
@@ -69,12 +37,13 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(
     dataset = load_dataset(chats, tokenizer, max_length=64, seed=0, global_batch_size=8)
     whole, resumed = (build(tiny_model_dir, ranks, dtype) for _ in range(2))
     writer = CheckpointWriter(CheckpointStore(tmp_path, "run"), ranks)
+    whole.reserve()
+    reserved = whole.copies.size_bytes
     for step in (1, 2):
         whole.step(step, dataset)
-    with whole.here():
-        state = whole.state(2, {})
-    writer.save(2, state)
+        writer.save(step, partial(whole.state, step, {}))
     writer.finish()
+    assert whole.copies.size_bytes == reserved > 0
     resumed.load(2, writer.store)
     for step in (3, 4):
         assert resumed.step(step, dataset) == whole.step(step, dataset)

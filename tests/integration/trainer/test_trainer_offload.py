@@ -81,9 +81,7 @@ def test_losses_checkpoints_and_exports_are_those_of_one_that_stays(
         ours, theirs = (read_manifest(path) for path in paths)
         assert (ours.digest, ours.canary) == (theirs.digest, theirs.canary)
     writer = CheckpointWriter(CheckpointStore(tmp_path / "saved", "run"), ranks)
-    with moving.here():
-        state = moving.state(3, {})
-    writer.save(3, state)
+    writer.save(3, lambda: moving.state(3, {}))
     writer.finish()
     assert device_bytes_of(moving) == 0
     assert device_bytes_of(staying) > 0

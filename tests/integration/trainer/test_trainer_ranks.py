@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
 }
 TENSOR, SEQUENCE, PIPELINE, DATA = tuple(LAYOUTS)[1:]
+SHARED = "data, with the optimizer of GPUs"
 TWO_RANKS = [*(("tied", layout) for layout in LAYOUTS if layout != ALONE), ("untied", TENSOR), ("untied", PIPELINE)]
 RESHARDED = (
     ("tied", SEQUENCE, ALONE),
@@ -77,7 +78,8 @@ class Runs:
     def case(self, head: str, layout: str, place: str) -> Case:
         """One of these, in a directory of its own."""
         root = self._directory / f"{head} {layout} {place}"
-        return replace(self._cases[head], parallel=LAYOUTS[layout], root=str(root), steps=4)
+        case = replace(self._cases[head], parallel=LAYOUTS.get(layout, {}), root=str(root), steps=4)
+        return replace(case, distributed=SHARED in (layout, place))
 
     def whole(self, head: str, layout: str) -> list[Found]:
         """What each rank found."""
@@ -89,7 +91,7 @@ class Runs:
     def resumed(self, head: str, saved: str, layout: str, *, at: int) -> Found:
         """What rank 0 found of the steps after `at`, under one layout, from a checkpoint of another."""
         self.whole(head, saved)
-        case = self.case(head, layout, f"from {saved} at {at}")
+        case = self.case(head, layout, saved if saved == SHARED else f"from {saved} at {at}")
         return self.ranks(replace(case, steps=4 - at, resume_at=at, save_dir=self.saves(head, saved)), layout)[0]
 
     def saves(self, head: str, layout: str) -> str:
@@ -187,6 +189,20 @@ def test_a_checkpoint_of_one_layout_is_resumed_under_another_to_the_same_losses(
     assert _name(runs_of.resumed(head, saved, resumed, at=4)) == _name(runs_of.whole(head, saved)[0])  # bit by bit
     rest = runs_of.resumed(head, saved, resumed, at=2)
     for (loss, norm, tokens), wanted in zip(rest.losses, runs_of.whole(head, ALONE)[0].losses[2:], strict=True):
+        assert (loss, norm) == pytest.approx(wanted[:2], rel=2e-4)
+        assert tokens == wanted[2]
+
+
+@pytest.mark.parametrize("layout", [SHARED, ALONE, SEQUENCE, PIPELINE])
+def test_shares_of_the_distributed_optimizer_are_saved_by_their_ranks_and_resumed_under_any_layout(
+    runs_of: Runs, layout: str
+) -> None:
+    whole = runs_of.whole("tied", SHARED)[0]
+    rest = runs_of.resumed("tied", SHARED, layout, at=2)
+    if layout == SHARED:
+        assert rest.losses == whole.losses[2:]
+        assert _name(rest) == _name(whole)
+    for (loss, norm, tokens), wanted in zip(rest.losses, whole.losses[2:], strict=True):
         assert (loss, norm) == pytest.approx(wanted[:2], rel=2e-4)
         assert tokens == wanted[2]
 

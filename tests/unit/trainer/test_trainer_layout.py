@@ -92,7 +92,7 @@ def test_a_checkpoints_copy_that_does_not_fit_beside_the_buffers_is_refused(monk
     monkeypatch.setattr("trainer.layout.free_memory_bytes", lambda: 3_000_000_000)
     check_checkpoint_memory(1_000_000_000, 2, 1_000_000_000)
     with pytest.raises(
-        ConfigError, match=r"1,000 MB on each of 2 ranks here, beside 1,100 MB of export buffers"
+        ConfigError, match=r"1,000 MB on each of 2 ranks here, beside 1,100 MB for exports and offloading"
     ) as caught:
         check_checkpoint_memory(1_000_000_000, 2, 1_100_000_000)
     assert caught.value.field == "train.save_dir"
