@@ -184,6 +184,8 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
     # Who decides and who answers is not background work: on a busy host it would be taken for hung. Engines are, see
     # `EngineDeployment`.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A thread for each call that may hang: each would leave what it freed in one of glibc's many arenas, 2 MB a minute.
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     # Workers import this package as this process does, wherever it was started.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if address is not None:
