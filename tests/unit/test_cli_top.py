@@ -105,7 +105,7 @@ def test_no_text_of_others_reaches_the_terminal_as_a_command(service: FakeServic
     console.file.close()
     assert "\x1b" not in shown
     assert "[bold]markup" in shown
-    assert plain("\x1b[2J\n") == "?[2J?"
+    assert plain("\x1b[2J\n") == r"\x1b[2J\n"
 
 
 def test_a_narrow_or_low_terminal_shows_less_and_says_so(service: FakeService) -> None:
