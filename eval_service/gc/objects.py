@@ -2,7 +2,8 @@
 
 The marker goes first, so that nobody takes half a snapshot for one, then the ledger is asked for the last time: one
 that was dispatched again meanwhile gets its marker back. The manifest goes last, and only then the ledger is told: so a
-deletion that was cut short is known for what it is, and is finished. Blocks: call it from a thread.
+deletion that was cut short is known for what it is, and is finished. Who uploads the same content again meanwhile sees
+a mark and does so once more when it is gone (`objects.deleting`). Blocks: call it from a thread.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from eval_service.contract.manifest import Manifest, parse_manifest, read_manife
 from eval_service.gc.collect import Collected, Refused
 from eval_service.gc.plan import Deletion
 from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.deleting import DELETE_S, marked
 from eval_service.objects.fetch import MANIFEST_BYTES, size_of
 from eval_service.objects.places import Places
 from eval_service.objects.store import Denied, ObjectStore, Until
 from eval_service.objects.urls import is_url, join, last_of, lies_under, parent_of
 
-DELETE_S = 600.0
 READ_S = 60.0
 
 
@@ -40,17 +41,19 @@ def collect_objects(
     """
     until = Until.after(DELETE_S)
     name = _own_name(deletion, store.config)
-    manifest = _held(deletion, store, until)
-    marker = join(deletion.path, names.COMPLETE)
-    if manifest is not None:
-        store.delete(marker, until)
-    if not confirm():
+    _held(deletion, store, until)  # what is refused gets no mark either
+    with marked(store, deletion.path, until):
+        manifest = _held(deletion, store, until)
+        marker = join(deletion.path, names.COMPLETE)
         if manifest is not None:
-            store.put(marker, b"", until)
-        return Collected(name, 0)
-    files = (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST) if manifest is not None else ()
-    for file in files:
-        store.delete(join(deletion.path, file), until)
+            store.delete(marker, until)
+        if not confirm():
+            if manifest is not None:
+                store.put(marker, b"", until)
+            return Collected(name, 0)
+        files = (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST) if manifest else ()
+        for file in files:
+            store.delete(join(deletion.path, file), until)
     gone()
     return Collected(name, size_of(manifest) if manifest is not None else 0)
 
