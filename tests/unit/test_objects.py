@@ -272,7 +272,7 @@ def test_a_fetch_that_was_killed_is_swept_and_begun_anew(shop: Shop, published: 
         "    def chunks(self, url, size_bytes, until):\n"
         "        yield from super().chunks(url, size_bytes, until)\n"
         "        if url.endswith('safetensors'):\n"
-        "            print('fetching', flush=True)\n"
+        "            os.write(1, b'fetching\\n')\n"
         "            time.sleep(60)\n"
         f"store = Slow(ObjectsConfig(prefixes=({shop.prefix!r},)))\n"
         f"NodeCache(Path({str(shop.root / 'cache')!r}), 10**9, store).hold({there.url!r}, None, Until.after(60))\n"
