@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import postgres
 from tests.support.zygote import Zygote, zygote
 
 # Seconds on two cores; what goes over is told, so that a tier is trimmed before CI feels it.
@@ -31,6 +32,15 @@ def trainer_zygote() -> Iterator[Zygote]:
     """Forks trainer processes, for all tiers: what a trainer imports takes 8 s of a core."""
     with zygote(ROOT.parent) as held:
         yield held
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[postgres.Server]:
+    """A PostgreSQL of the session's own."""
+    if postgres.programs() is None:
+        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
+    with postgres.server() as running:
+        yield running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

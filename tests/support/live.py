@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Unavailable
@@ -146,6 +147,13 @@ class Live:
         with suppress(Unavailable):
             return [engine for group in self.client.fleet().groups if group.name == "eval" for engine in group.engines]
         return []
+
+    def replica(self, deployment: str) -> psutil.Process:
+        """The process of the one replica that a deployment has."""
+        title = f"ServeReplica:evalfleet:{deployment}"
+        found = [process for process in self.family.members() if title in " ".join(process.cmdline())]
+        assert len(found) == 1, found
+        return found[0]
 
     def points(self, run: str, **query: Any) -> list[PointView]:
         """A run's points that count."""

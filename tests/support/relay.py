@@ -42,7 +42,12 @@ class Relay:
             while True:
                 client, _ = self._listening.accept()
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self._server))
+                try:
+                    server.connect(str(self._server))
+                except OSError:  # it is away
+                    client.close()
+                    server.close()
+                    continue
                 threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
                 threading.Thread(target=self._back, args=(server, client), daemon=True).start()
 
