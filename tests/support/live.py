@@ -149,11 +149,14 @@ class Live:
         return []
 
     def replica(self, deployment: str) -> psutil.Process:
-        """The process of the one replica that a deployment has."""
-        title = f"ServeReplica:evalfleet:{deployment}"
-        found = [process for process in self.family.members() if title in " ".join(process.cmdline())]
-        assert len(found) == 1, found
-        return found[0]
+        """The process of a deployment's one replica; the newest, where one has not quite ended."""
+        found = []
+        for process in self.family.members():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if f"ServeReplica:evalfleet:{deployment}" in " ".join(process.cmdline()):
+                    found.append((process.create_time(), process))
+        assert found, f"no process of {deployment}"
+        return max(found, key=lambda each: each[0])[1]
 
     def points(self, run: str, **query: Any) -> list[PointView]:
         """A run's points that count."""
