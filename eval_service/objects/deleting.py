@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from eval_service.contract.errors import SnapshotMissing, StoreUnavailable
-from eval_service.objects.store import ObjectStore, Until
+from eval_service.objects.store import Denied, ObjectStore, Until
 from eval_service.objects.urls import join
 
 DELETE_S = 600.0  # a deletion takes no longer; a mark that is older was left by one that was killed
@@ -27,7 +27,16 @@ def marked(store: ObjectStore, url: str, until: Until) -> Iterator[None]:
     try:
         yield
     finally:
-        store.delete(join(url, _MARK), until)
+        try:
+            unmark(store, url, until)
+        except Denied:  # nobody is to wait for what may not be deleted
+            store.put(join(url, _MARK), b"", until)
+            raise
+
+
+def unmark(store: ObjectStore, url: str, until: Until) -> None:
+    """Take away the mark, if there is one."""
+    store.delete(join(url, _MARK), until)
 
 
 def wait_unmarked(store: ObjectStore, url: str, until: Until) -> None:

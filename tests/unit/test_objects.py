@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -621,6 +622,34 @@ def test_credentials_that_may_not_read_are_no_word_that_it_is_gone(
     with pytest.raises(Refused, match="AccessDenied"):
         collect_objects(deletion_of(there), shop, confirm, confirm)
     assert confirmed == []
+
+
+@pytest.mark.parametrize("call", ["rm_file", "pipe_file"])
+def test_credentials_that_may_read_and_not_change_leave_the_snapshot_to_others(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError("AccessDenied")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(f"fsspec.implementations.local.LocalFileSystem.{call}", denied)
+        with pytest.raises(Refused, match="AccessDenied"):
+            collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("gone"))
+    assert told == []
+    assert upload(published.path, shop.prefix, store=shop, timeout_s=WAIT_S).reused
+    cache_of(shop).hold(there.url, published.manifest.digest, soon()).release()
+
+
+def test_a_bucket_that_is_gone_is_a_snapshot_that_is_gone(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    shutil.rmtree(shop.root / "bucket")
+    told: list[str] = []
+    assert collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("gone")).freed_bytes == 0
+    assert told == ["gone"]
+    assert not (shop.root / "bucket").exists()
 
 
 def test_a_directory_that_is_not_whole_is_not_uploaded(shop: Shop, published: Published) -> None:
