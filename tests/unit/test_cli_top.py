@@ -20,7 +20,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from eval_service.cli import main
-from eval_service.cli.frames import Looker, plain, render
+from eval_service.cli.frames import Looker, render
+from eval_service.cli.output import plain
 from eval_service.contract.curves import DrainView
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState
