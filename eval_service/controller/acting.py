@@ -41,7 +41,9 @@ from eval_service.suites.suite import AnySuite, functions_of
 from router.router import Router
 
 TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
+IDLE_TIME_S = 10.0  # where there is nothing that only time changes
 LIFE_S = 1.0
+IDLE_LIFE_S = 2.0  # of a fleet that does nothing; well below what a controller is taken for dead after
 _ALWAYS = ("engines", "housekeeping", "life")
 _CLOSE_S = 5.0
 log = logging.getLogger(__name__)
@@ -150,10 +152,14 @@ class Acting:
         if number != self._number:
             self._number, self._look_at = number, float("-inf")
 
+    @property
+    def idle(self) -> bool:
+        """Whether no engine works: for no point, and for nobody by way of the proxy."""
+        return not self._lanes and not (self.serving is not None and self.serving.lanes)
+
     def steps(self, *, everything: bool) -> tuple[tuple[str, Callable[[], Awaitable[None]]], ...]:
         """What one look consists of, leases first: an idle engine waits for nobody; little where nothing changed."""
-        serving = self.serving is not None and bool(self.serving.lanes)
-        little = not everything and not self._lanes and not serving and self._clock() < self._look_at
+        little = not everything and self.idle and self._clock() < self._look_at
         if not little:
             self._look_at = self._clock() + TIME_S
         steps = (
@@ -167,6 +173,7 @@ class Acting:
             ("overtaken", self._end_overtaken),
             ("overdue", self._end_overdue),
             ("admission", self._admissions.tick),
+            ("time", self._look_at_time),
             ("housekeeping", self._housekeeping.tick),
             ("life", self._show_life),
         )
@@ -240,6 +247,11 @@ class Acting:
             self._lanes[point].cancel()
         else:
             await self._ledger(self._moves.end_unserved, point, detail)
+
+    async def _look_at_time(self) -> None:
+        """The next look is late where it would find nothing; what is written by then comes to be known by itself."""
+        if not self._autoscaled and not await self._ledger(self._moves.time_matters):
+            self._look_at = self._clock() + IDLE_TIME_S
 
     async def _lease(self) -> None:
         serving = self.serving
@@ -348,7 +360,7 @@ class Acting:
 
     async def _show_life(self) -> None:
         now = self._clock()
-        if now - self._shown_at < LIFE_S:
+        if now - self._shown_at < (IDLE_LIFE_S if self.idle else LIFE_S):
             return
         stats = self._router.stats()
         upstreams, gates = stats.upstreams, stats.targets.values()

@@ -31,6 +31,7 @@ from router.proxy import Table, TableReport
 from router.router import Router
 
 TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
+IDLE_TICK_S = 1.0  # where no point is under way
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class Controller:
             try:
                 while self._goes_on():
                     await self._tick(acting, woken=woken)
-                    woken = await self._rest()
+                    woken = await self._rest(IDLE_TICK_S if acting.idle else TICK_S)
             finally:
                 self._acting = None
                 await acting.close()
@@ -189,10 +190,10 @@ class Controller:
     def _goes_on(self) -> bool:
         return not self._stopping and not self.fenced
 
-    async def _rest(self) -> bool:
+    async def _rest(self, tick_s: float = TICK_S) -> bool:
         """Wait for the next tick; whether somebody asked for it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TICK_S):  # wait_for would lose a cancellation that comes together with a wake
+            async with asyncio.timeout(tick_s):  # wait_for would lose a cancellation that comes together with a wake
                 await self._wake.wait()
         woken = self._wake.is_set()
         self._wake.clear()

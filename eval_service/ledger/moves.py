@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, RowMapping, Select, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, and_, delete, exists, func, insert, or_, select, update
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.results import Alarm, Direction, Metric
@@ -21,7 +21,7 @@ from eval_service.ledger.database import CONTROLLER_AT, FLEET, Database, put
 from eval_service.ledger.events import fleet_changed
 from eval_service.ledger.receipts import end_drains, to_end
 from eval_service.ledger.rows import carry_out, sound
-from eval_service.ledger.schema import attempts, links, points, runs, servings, snapshots
+from eval_service.ledger.schema import attempts, drains, links, points, runs, servings, snapshots
 from eval_service.ledger.turn import END_STATES, LIVE_STATES, OPEN_STATES, Turn, turn
 
 
@@ -143,6 +143,12 @@ class Moves:
     def changes(self) -> int:
         """A number that differs from the last one if the ledger was written to, but for signs of life."""
         return self._changes()
+
+    def time_matters(self) -> bool:
+        """Whether a point, a drain or a serving is open, which time alone may end."""
+        still_open = (points.c.state.in_(OPEN_STATES), drains.c.ended_at.is_(None), servings.c.closed_at.is_(None))
+        with self._db.reading() as connection:
+            return bool(connection.execute(select(or_(*(exists().where(one) for one in still_open)))).scalar_one())
 
     def _last_fleet(self) -> FleetView:
         """As a former controller left it."""

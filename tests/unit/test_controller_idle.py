@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from eval_service.controller.acting import TIME_S
+from eval_service.controller.acting import IDLE_TIME_S, LIFE_S, TIME_S
 from tests.support.controller_stand import Stand
 
 LITTLE = ["engines", "housekeeping", "life"]
@@ -44,8 +44,19 @@ def test_an_idle_controller_looks_at_everything_only_for_a_reason(tmp_path: Path
             assert await looks(acting, everything=True)
             now += TIME_S
             assert [await looks(acting) for _ in range(2)] == [True, False]
+            await acting._look_at_time()  # nothing is open
+            now += IDLE_TIME_S - 1
+            assert not await looks(acting)
+            now += 1
+            assert [await looks(acting) for _ in range(2)] == [True, False]
+            await acting._show_life()
+            shown, now = now, now + LIFE_S
+            await acting._show_life()
+            assert acting._shown_at == shown, "a fleet that does nothing shows itself less often"
             acting._lanes["p"] = object()
             assert await looks(acting)
+            await acting._show_life()
+            assert acting._shown_at == now
             acting._lanes.clear()
 
     asyncio.run(body())

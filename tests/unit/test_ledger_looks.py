@@ -19,6 +19,7 @@ LOOKS: dict[str, Callable[[Database, Moves], Any]] = {
     "changes": lambda _, moves: moves.changes(),
     "unadmitted": lambda _, moves: moves.unadmitted(),
     "runnable": lambda _, moves: moves.runnable(),
+    "time": lambda _, moves: moves.time_matters(),
     "overdue": lambda _, moves: moves.overdue(3600.0),
     "strays": lambda _, moves: moves.strays([]),
     "drains": lambda _, moves: moves.tend_drains(),
