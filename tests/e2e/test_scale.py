@@ -277,7 +277,7 @@ def test_commits_whose_question_or_answer_is_lost_and_a_server_that_crashes_cost
         wait_for(asked, "the dispatch to be taken, under the same reservation")
         steps += 1
 
-    for lost in (*Lost, *Lost):
+    for lost in Lost:
         lossy.relay.lose = lost
         more()
         wait_for(lambda: lossy.relay.lose is None, "a commit to lose")
