@@ -70,4 +70,5 @@ class Relay:
         with suppress(OSError):
             while data := server.recv(65536):
                 client.sendall(data)
-            client.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # also where the server has died with a question unread, which is no end but an error
+            client.shutdown(socket.SHUT_RDWR)
