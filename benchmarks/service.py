@@ -51,7 +51,7 @@ class Rounds:
     statuses: int = 300
     deaths: int = 3
     settle_s: float = 10.0  # for what a start brings with it: the first scan, the first plan of what to delete
-    idle_s: float = 20.0
+    idle_s: float = 60.0  # two scans of the runs
     alone: int = 20  # drains of a run of their own; the rest wait for one run together
 
 

@@ -8,10 +8,14 @@ to the host is taken behind.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_WORTH_THREADS_BYTES = 16 << 20
 
 
 class HostBuffer:
@@ -45,8 +49,7 @@ class HostBuffer:
                 view.copy_(tensors[name].to(view.dtype), non_blocking=True)
             torch.cuda.current_stream().synchronize()
             return
-        for name, view in self._filled.items():
-            _copy_on_host(view, tensors[name])
+        _copy_on_host({name: (view, tensors[name]) for name, view in self._filled.items()})
 
     def settle(self) -> None:
         """Bring what was copied to the host; `views` hold it then. Runs behind, beside training."""
@@ -60,12 +63,51 @@ class HostBuffer:
             torch.cuda.current_stream().synchronize()
 
 
-def _copy_on_host(view: Tensor, tensor: Tensor) -> None:
-    if tensor.dtype is view.dtype and tensor.is_contiguous():
-        # torch would gather its threads for each of hundreds of tensors; one memmove fills the memory bus.
-        ctypes.memmove(view.data_ptr(), tensor.data_ptr(), view.nbytes)
-    else:
-        view.copy_(tensor)
+@dataclass(frozen=True, slots=True)
+class Move:
+    """So many bytes from one address to another."""
+
+    to: int
+    source: int
+    size: int
+
+
+def shared_out(moves: Iterable[Move], shares: int) -> list[list[Move]]:
+    """The same bytes in so many lists, none of more than its part of them; a move may be cut."""
+    moves = list(moves)
+    most = -(-sum(move.size for move in moves) // shares)
+    found: list[list[Move]] = [[] for _ in range(shares)]
+    share, room = 0, most
+    for move in moves:
+        done = 0
+        while done < move.size:
+            if room == 0:
+                share, room = share + 1, most
+            size = min(room, move.size - done)
+            found[share].append(Move(move.to + done, move.source + done, size))
+            done, room = done + size, room - size
+    return found
+
+
+def _copy_on_host(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    # Torch would gather its threads for each of hundreds of tensors, which takes long where others want the cores too.
+    moves = []
+    for view, tensor in pairs.values():
+        if tensor.dtype is view.dtype and tensor.is_contiguous():
+            moves.append(Move(view.data_ptr(), tensor.data_ptr(), view.nbytes))
+        else:
+            view.copy_(tensor)
+    threads = torch.get_num_threads() if sum(move.size for move in moves) >= _WORTH_THREADS_BYTES else 1
+    if threads == 1:
+        _carry_out(moves)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
+        list(pool.map(_carry_out, shared_out(moves, threads)))
+
+
+def _carry_out(moves: Iterable[Move]) -> None:
+    for move in moves:
+        ctypes.memmove(move.to, move.source, move.size)
 
 
 def _views(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

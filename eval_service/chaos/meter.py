@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import psutil
 
@@ -40,6 +41,7 @@ class Growth:
     mb_per_min: float
     files_first: int
     files_last: int
+    each_min_mb: tuple[float, ...]  # a line may be steep that bends
 
 
 def growth(looks: Sequence[Look], *, warm_at_s: float, warm_up_s: float, least_s: float) -> Growth | None:
@@ -67,7 +69,14 @@ def growth(looks: Sequence[Look], *, warm_at_s: float, warm_up_s: float, least_s
         # The fewest: requests in flight come and go, what stays open stays.
         files_first=min(look.files for look in first),
         files_last=min(look.files for look in last),
+        each_min_mb=tuple(_by_minute(warm)),
     )
+
+
+def _by_minute(looks: Sequence[Look]) -> Iterator[float]:
+    minutes = groupby(looks, key=lambda look: (look.at_s - looks[0].at_s) // 60)
+    for _, of_it in minutes:
+        yield round(statistics.median(look.uss_bytes for look in of_it) / _MB, 1)
 
 
 @dataclass(slots=True)

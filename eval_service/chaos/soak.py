@@ -40,7 +40,7 @@ from eval_service.fleet_config import EVAL_GROUP
 RUNS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 JUDGED = "judged"  # the seventh run, and its suite
 ENGINES = 8
-KILLS = 2
+KILLED_AT = (1 / 6, 1 / 3)  # of the time: who acts then is watched for the rest of it
 MAX_MB_PER_MIN = 1.0
 MORE_FILES = 16
 _STEP_S = 3.0
@@ -172,12 +172,13 @@ def _live(fleet: Fleet, restless: Restless, meter: Meter, lasts_s: float, seed: 
     meter.start()
     restless.start()
     done: list[Done] = []
-    for number in range(KILLS):
-        time.sleep(lasts_s / (KILLS + 1))
+    began = time.monotonic()
+    for number, share in enumerate(KILLED_AT):
+        time.sleep(max(0.0, began + share * lasts_s - time.monotonic()))
         injector = Injector(fleet.service, fleet.victims, fleet.records, fleet.client, say, pace_s=0.1)
         injector.run([Fault(number, FaultKind.KILL_CONTROLLER, 0, 0.0, 1, None, 0.0)])
         done += injector.done
-    time.sleep(lasts_s / (KILLS + 1))
+    time.sleep(max(0.0, began + lasts_s - time.monotonic()))
     meter.end()
     say("the trainers come to their end and drain")
     restless.end()

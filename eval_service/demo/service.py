@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from eval_service import ports
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, Unavailable
 from eval_service.contract.wire import EngineState, EngineView
@@ -20,10 +21,8 @@ LOOK_S = 0.5
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port of this host that nobody listens on now."""
+    return ports.free_port(HOST)
 
 
 def start_service(family: Family, workspace: Workspace, port: int) -> Child:

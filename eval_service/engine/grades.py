@@ -33,13 +33,15 @@ RESERVED = frozenset(
 )
 # No warm-up request: the replica's first canary is one. Metrics: the dashboards read them.
 _SGLANG: dict[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it.
+# The torch-native path; a pool of 20,000 tokens; no busy loop on machines that train beside it. SGLang takes whatever
+# memory goes on the host while it loads for that of its weights, and doesn't start where it is more than the fraction:
+# a large one, so that a neighbour's start is not in its way. The pool is no larger for it.
 _SGLANG_CPU: dict[str, Any] = {
     **_SGLANG,
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.9,
     "max_total_tokens": 20000,
     "sleep_on_idle": True,
 }

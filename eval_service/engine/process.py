@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +26,6 @@ MAX_LOG_BYTES = 16 << 20  # of one engine's log; what came before is kept once, 
 MAX_LOGS = 40  # of former engines, in one directory
 _STOP_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 20.0
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that are free now; the server that takes them may still lose a race, and is then started again."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def prune_logs(directory: Path) -> None:

@@ -29,9 +29,10 @@ from eval_service.engine.grades import (
     resolve_grade,
 )
 from eval_service.engine.pin import Clock, EngineFacts, Pinner
-from eval_service.engine.process import ServerProcess, free_ports
+from eval_service.engine.process import ServerProcess
 from eval_service.engine.sglang_api import SglangApi
 from eval_service.fleet_config import GroupConfig
+from eval_service.ports import free_ports
 
 _LOOK_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
@@ -109,7 +110,7 @@ async def boot_server(group: GroupConfig, options: BootOptions, clock: Clock) ->
 
 async def _boot(grade: Grade, group: GroupConfig, options: BootOptions, clock: Clock) -> Server:
     deadline = clock.monotonic() + group.start_timeout_s
-    port, nccl_port = free_ports(options.host, 2)
+    port, nccl_port = free_ports(options.host, 2)  # lost in a race all the same, the server is started again
     keys = Keys.fresh()
     plan = plan_server(
         grade,

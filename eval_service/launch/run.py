@@ -30,6 +30,7 @@ from eval_service.fleet_config import EVAL_GROUP
 from eval_service.launch.layout import VISIBLE
 from eval_service.launch.plan import LaunchPlan, Service
 from eval_service.launch.processes import Part, adopt_orphans, bury, send
+from eval_service.ports import free_port
 
 LOOK_S = 0.2
 READY_TIMEOUT_S = 180.0
@@ -326,7 +327,7 @@ def _with_free_port(service: Service) -> Service:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((service.host, service.port))
+            probe.bind((service.host, service.port or free_port(service.host)))
         except OSError as exc:
             raise ConfigError(
                 f"{service.host}:{service.port} can't be listened on: {os.strerror(exc.errno or 0)}",

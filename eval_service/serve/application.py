@@ -131,7 +131,7 @@ class ControllerDeployment:
         """There is something to do."""
         self._thread.soon(self._controller.wake)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Serve replaces the replica when this raises, or does not answer."""
         if self._running.done() and (error := self._running.exception()) is not None:
             raise error

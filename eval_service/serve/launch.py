@@ -24,6 +24,7 @@ from typing import Any
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.fleet_config import FleetConfig, load_fleet
+from eval_service.ports import free_port
 from eval_service.scratch import Kind, Scratch, collect
 from eval_service.serve.settings import Settings, check
 
@@ -118,16 +119,10 @@ def overridden(fleet: FleetConfig, host: str | None = None, port: int | None = N
     update = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     service = fleet.service.model_copy(update=update)
     if service.port == 0:
-        service = service.model_copy(update={"port": _free_port(service.host)})
+        service = service.model_copy(update={"port": free_port(service.host)})
     if service.proxy_port == 0:
-        service = service.model_copy(update={"proxy_port": _free_port(service.proxy_host or service.host)})
+        service = service.model_copy(update={"proxy_port": free_port(service.proxy_host or service.host)})
     return fleet.model_copy(update={"service": service})
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_port(host: str, port: int, key: str, *, patience_s: float = _PORT_S) -> None:

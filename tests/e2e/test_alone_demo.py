@@ -18,7 +18,7 @@ import pytest
 from eval_service.demo.plan import DemoOptions, Plan
 from eval_service.demo.run import run_demo
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SHORT = Plan(num_steps=240, interval=40)
 TEST_MARK = "EVALFLEET_TEST_NONCE"

@@ -18,7 +18,7 @@ from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchReply, DispatchRequest, Granted, PointView, RunSpec, Source
 from tests.support.live import DONE, SUITE, Live
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(480)]
 
 Tensors = dict[str, TensorData]
 EXTRA = "model.layers.0.mlp.extra_proj.weight"

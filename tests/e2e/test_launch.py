@@ -41,7 +41,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "eval_service.cli.main", "launch", *arguments]
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 def test_one_command_trains_over_two_ranks_evaluates_all_points_and_leaves_nothing_running(run_file: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -50,7 +50,7 @@ def test_one_command_trains_over_two_ranks_evaluates_all_points_and_leaves_nothi
         cwd=run_file.parent,
         capture_output=True,
         text=True,
-        timeout=450,
+        timeout=570,
         check=False,
     )
     assert done.returncode == 0, done.stderr

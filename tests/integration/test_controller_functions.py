@@ -73,7 +73,8 @@ async def test_a_function_evaluates_in_one_process_over_many_points_and_disposes
 async def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_point_has_a_new_process(
     tmp_path: Path,
 ) -> None:
-    async with stand_of(tmp_path, timeout_s=6.0).running(engines=0) as stand:
+    # The time of each starts with that of its process, which a busy machine takes seconds for.
+    async with stand_of(tmp_path, timeout_s=12.0).running(engines=0) as stand:
         hanging = stand.dispatch("r", 9)
         await stand.until(lambda: noted(tmp_path, "child"))
         late, after = await stand.until_ended(hanging, stand.dispatch("r", 10))

@@ -81,7 +81,7 @@ class Served:
         return said(self.stand.exports[self.stand.point(point).snapshot or ""].manifest.tensor_digest, "p")
 
     async def until_code(self, point: str, code: str) -> int:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 status, answer, _ = await self.ask(point)
                 if answer.get("error", {}).get("code") == code:

@@ -72,10 +72,10 @@ async def runner(model: TinyModel, grade: str, link: TestLink, log: Path) -> Asy
 async def ready(link: TestLink, *, after: EngineReport | None = None) -> EngineReport:
     """The report of an engine that is up, on another boot than `after`."""
     old = after.nonce if after else None
-    return await link.until(lambda seen: seen.state is EngineState.READY and seen.nonce != old, timeout_s=150)
+    return await link.until(lambda seen: seen.state is EngineState.READY and seen.nonce != old, timeout_s=240)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("grade", GRADES)
 def test_a_replica_killed_takes_its_server_with_it(model: TinyModel, grade: str, tmp_path: Path) -> None:
     with replica(model, grade, tmp_path / "engine.log") as (process, report):
@@ -124,7 +124,7 @@ def test_a_server_or_supervisor_killed_is_followed_by_a_new_boot_and_no_orphan(
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)  # a real engine starts twice
 def test_real_sglang_recovers_from_a_killed_scheduler_and_a_truncated_shard_is_a_pin_that_died(
     model: TinyModel, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ class Launched:
         """Wait for its end, and see that nothing is left; its exit code."""
         code = self.process.wait(ENDS_S)
         pids = {event["pid"] for event in self.events("service", "sleeper", "torchrun", "rank")}
-        wait_for(lambda: not [pid for pid in pids if lives(pid)], "the end of all", 10.0)
+        wait_for(lambda: not [pid for pid in pids if lives(pid)], "the end of all", ENDS_S)
         return code
 
 

@@ -58,7 +58,7 @@ from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
 from tests.support.inner_engine import InnerProcess, boot_inner
 
 TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=2.0)
-WAIT_S = 45.0  # engines, controller and test share one loop, on a machine that others load
+WAIT_S = 80.0  # engines, controller and test share one loop, on a machine that others load
 SUITE = "words"
 
 
@@ -140,7 +140,7 @@ class Stand:
             "grade": "fake",
             "num_engines": (0, 8),
             "server_concurrency": server_concurrency,
-            "start_timeout_s": 20,
+            "start_timeout_s": 60,
             "overrides": {**(knobs or {})},
         }
         settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5}

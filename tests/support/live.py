@@ -116,7 +116,7 @@ class Live:
         )
         self.client = EvalClient(self.url)
         self.http = httpx.Client(base_url=self.url, timeout=30.0)
-        wait_ready(self.child, self.client, timeout_s=120)
+        wait_ready(self.child, self.client, timeout_s=240)
         if self._by_work:
             self.client.scale("eval", ENGINES)
             self.wait_engines()

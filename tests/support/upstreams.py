@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router import Upstream
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 async def until(condition: Callable[[], bool]) -> None:

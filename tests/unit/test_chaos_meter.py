@@ -18,6 +18,8 @@ def test_a_leak_is_told_in_megabytes_a_minute_and_what_is_taken_at_first_is_none
     leaks = growth(looks(lambda minute: 100 + 2 * minute), warm_at_s=600, warm_up_s=180, least_s=180)
     assert leaks is not None
     assert abs(leaks.mb_per_min - 2.0) < 0.01
+    assert leaks.each_min_mb[:2] == (120.9, 122.9)
+    assert len(leaks.each_min_mb) == 20
     warms = growth(looks(lambda minute: 100 + 30 * min(minute, 9)), warm_at_s=600, warm_up_s=180, least_s=180)
     assert warms is not None
     assert warms.mb_per_min == 0.0

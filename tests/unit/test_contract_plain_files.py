@@ -15,7 +15,6 @@ from eval_service.contract.plain_files import read_plain
 from eval_service.contract.safetensors_io import hash_file, read_spans
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_or_a_device_in_a_files_place_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / names.MANIFEST
     os.mkfifo(pipe)
@@ -29,7 +28,6 @@ def test_a_pipe_or_a_device_in_a_files_place_is_refused_at_once(tmp_path: Path) 
             read_plain(path)
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_the_outbox_is_no_request_and_hinders_no_other(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     outbox = Outbox(tmp_path)

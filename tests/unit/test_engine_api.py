@@ -10,8 +10,8 @@ import pytest
 
 from eval_service.engine.errors import EngineDown, EngineError, EngineRefused, EngineTimeout
 from eval_service.engine.grades import Keys
-from eval_service.engine.process import free_ports
 from eval_service.engine.sglang_api import SglangApi
+from eval_service.ports import free_port
 
 Call = Callable[[SglangApi], Awaitable[Any]]
 KEYS = Keys("api-key", "admin-key")
@@ -71,7 +71,7 @@ def test_each_bad_answer_is_an_error_of_ours(reply: bytes | None, call: Call, er
 
 def test_nobody_listening_is_down_and_no_answer_is_a_timeout() -> None:
     async def refused() -> None:
-        async with SglangApi(f"http://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}", KEYS) as api:
+        async with SglangApi(f"http://127.0.0.1:{free_port('127.0.0.1')}", KEYS) as api:
             await api.model_info()
 
     with pytest.raises(EngineDown):

@@ -88,6 +88,13 @@ def test_the_cpu_engine_alone_sees_the_stand_ins(model: Path) -> None:
     assert _value(_argv(plan), "--device") == "cpu"
 
 
+def test_a_cpu_engine_starts_though_its_neighbours_take_memory_meanwhile(model: Path) -> None:
+    """SGLang holds all that goes of the host's memory while it loads against the one; the other bounds its pool."""
+    argv = _argv(_plan(Grade.SGLANG_CPU, model))
+    assert float(_value(argv, "--mem-fraction-static")) >= 0.9
+    assert _value(argv, "--max-total-tokens") == "20000"
+
+
 def test_dtype_is_the_groups_else_the_models(model: Path) -> None:
     assert _value(_argv(_plan(Grade.SGLANG_CPU, model)), "--dtype") == "float32"
     assert _value(_argv(_plan(Grade.SGLANG_CPU, model, dtype="bfloat16")), "--dtype") == "bfloat16"

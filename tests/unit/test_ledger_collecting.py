@@ -74,7 +74,7 @@ def tend(
         keeping = Housekeeping(
             service, ledger.intents, ledger.retention, thread, loading=loading, pinned=pinned, places=places
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not until():
                 if settled():
                     keeping.something_settled()
@@ -349,7 +349,7 @@ def test_a_file_system_that_hangs_under_one_run_keeps_no_other_run_from_the_scan
 
     def scan(root: Path, run: str, known: Known) -> Scan:
         if run == "a-hung":
-            release.wait(30)
+            release.wait(100)
         return scan_run(root, run, known)
 
     monkeypatch.setattr("eval_service.controller.housekeeping.scan_run", scan)
@@ -374,7 +374,7 @@ def test_a_deletion_that_hangs_under_one_run_keeps_no_other_run_from_theirs(
 
     def hangs(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
         if deletion.run == "r1":
-            release.wait(30)
+            release.wait(100)
         return collect(deletion, root, confirm)
 
     monkeypatch.setattr("eval_service.controller.housekeeping.collect", hangs)
@@ -385,7 +385,6 @@ def test_a_deletion_that_hangs_under_one_run_keeps_no_other_run_from_theirs(
         release.set()
 
 
-@pytest.mark.timeout(30)
 def test_a_pipe_in_the_manifests_place_holds_up_no_collection(ledger: Ledger) -> None:
     odd, other = export(ledger, 1), export(ledger, 2)
     for published in (odd, other):
@@ -467,7 +466,7 @@ def test_what_settles_while_its_run_is_collected_or_swept_goes_right_after_and_n
 
     def slow(*args: Any) -> object:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(100)
         return real(*args)
 
     monkeypatch.setattr(f"eval_service.controller.housekeeping.{real.__name__}", slow)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import httpx
 import pytest
@@ -13,38 +12,44 @@ from fastapi import FastAPI
 from eval_service.contract.errors import Unavailable
 from eval_service.serve.http_server import HttpServer
 
-_HANG_S = 1.0
 _WAIT_S = 30.0
 
 
-def application(hung: threading.Event | None = None) -> FastAPI:
-    app = FastAPI()
+class Application:
+    """Requests that begin, and end when told to."""
 
-    @app.get("/hang")
-    async def hang() -> None:
-        assert hung is not None
-        hung.set()
-        time.sleep(_HANG_S)  # noqa: ASYNC251 - this is the fault
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
 
-    @app.get("/slow")
-    async def slow() -> str:
-        await asyncio.sleep(0.3)
-        return "done"
+    def __call__(self) -> FastAPI:
+        app = FastAPI()
 
-    return app
+        @app.get("/hang")
+        async def hang() -> None:
+            self.begun.set()
+            self.release.wait(_WAIT_S)  # on the loop: this is the fault
+
+        @app.get("/slow")
+        async def slow() -> str:
+            self.begun.set()
+            await asyncio.to_thread(self.release.wait, _WAIT_S)
+            return "done"
+
+        return app
 
 
 def test_health_does_not_answer_while_the_loop_that_serves_requests_hangs() -> None:
-    hung = threading.Event()
+    app = Application()
 
     async def body() -> None:
-        server = HttpServer(lambda: application(hung), "127.0.0.1", 0, grace_s=1.0)
+        server = HttpServer(app, "127.0.0.1", 0, grace_s=1.0)
         await server.check()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=_WAIT_S) as client:
             asked = asyncio.ensure_future(client.get("/hang"))
-            await asyncio.to_thread(hung.wait, _WAIT_S)
+            assert await asyncio.to_thread(app.begun.wait, _WAIT_S)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(server.check(), 0.2)
+            app.release.set()
             await asked
         await server.check()
         await server.stop()
@@ -55,11 +60,14 @@ def test_health_does_not_answer_while_the_loop_that_serves_requests_hangs() -> N
 
 
 def test_what_is_under_way_ends_and_nothing_listens_after() -> None:
+    app = Application()
+
     async def body() -> None:
-        server = HttpServer(application, "127.0.0.1", 0, grace_s=5.0)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30.0) as client:
+        server = HttpServer(app, "127.0.0.1", 0, grace_s=_WAIT_S)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=_WAIT_S) as client:
             asked = asyncio.ensure_future(client.get("/slow"))
-            await asyncio.sleep(0.1)
+            assert await asyncio.to_thread(app.begun.wait, _WAIT_S)
+            asyncio.get_running_loop().call_later(0.3, app.release.set)
             await server.stop()
             assert (await asked).json() == "done"
             with pytest.raises(httpx.ConnectError):
@@ -70,10 +78,12 @@ def test_what_is_under_way_ends_and_nothing_listens_after() -> None:
 
 def test_a_successor_listens_before_the_one_before_it_has_ended() -> None:
     async def body() -> None:
-        first = HttpServer(application, "127.0.0.1", 0, grace_s=1.0)
-        second = HttpServer(application, "127.0.0.1", first.port, grace_s=1.0)
+        app = Application()
+        app.release.set()
+        first = HttpServer(app, "127.0.0.1", 0, grace_s=1.0)
+        second = HttpServer(app, "127.0.0.1", first.port, grace_s=1.0)
         await first.stop()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{second.port}", timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{second.port}", timeout=_WAIT_S) as client:
             assert (await client.get("/slow")).json() == "done"
         await second.stop()
 

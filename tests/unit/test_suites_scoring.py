@@ -204,18 +204,18 @@ async def test_64_samples_of_an_async_scorer_that_waits_are_scored_together(pool
 
 
 async def test_an_async_scorer_that_raises_waits_or_exits_is_that_samples_error_and_no_other_ones() -> None:
-    pool = ScorerPool(2, 1.5, [_BAD])
+    pool = ScorerPool(2, 3.0, [_BAD])
     try:
         outputs = ["a", "raise", "b", "wait", "unparsed", "sys.exit", "c"]
         scores = await pool.score("async_bad", outputs, [""] * 7)
         assert [score.error for score in scores] == [
-            *(None, "ValueError: can't score this", None, "no score within 1.5 s", None, "SystemExit: 3", None)
+            *(None, "ValueError: can't score this", None, "no score within 3 s", None, "SystemExit: 3", None)
         ]
         assert [score.unparsed for score in scores] == [False] * 4 + [True] + [False] * 2
         scores = await pool.score("async_bad", ["a", "exit", "b"], [""] * 3)
         assert [score.error for score in scores] == [None, "the scorer's process ended (7)", None]
         scores = await pool.score("async_bad", ["a", "hang"], [""] * 2)
-        assert [score.error for score in scores] == [None, "no score within 1.5 s"]
+        assert [score.error for score in scores] == [None, "no score within 3 s"]
     finally:
         pool.close()
 
