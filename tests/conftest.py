@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support import postgres
 from tests.support.lanes import Lanes
 from tests.support.zygote import Zygote, zygote
 
@@ -33,6 +34,15 @@ def trainer_zygote() -> Iterator[Zygote]:
     """Forks trainer processes, for all tiers: what a trainer imports takes 8 s of a core."""
     with zygote(ROOT.parent) as held:
         yield held
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[postgres.Server]:
+    """A PostgreSQL of the session's own."""
+    if postgres.programs() is None:
+        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
+    with postgres.server() as running:
+        yield running
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

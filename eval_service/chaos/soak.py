@@ -120,7 +120,7 @@ class Restless:
 
     def _judge(self) -> None:
         world, client = self.fleet.world, self.fleet.client
-        client.put_run(JUDGED, RunSpec(root=str(world.root), suites=(JUDGED,), max_in_flight=1_000_000))
+        spec, known = RunSpec(root=str(world.root), suites=(JUDGED,), max_in_flight=1_000_000), False
         while not self._ending.wait(_JUDGED_S):
             request = DispatchRequest(
                 run=JUDGED,
@@ -131,6 +131,9 @@ class Restless:
                 source=Source.CALLER,
             )
             try:
+                if not known:
+                    client.put_run(JUDGED, spec)
+                    known = True
                 self.judged.append(client.dispatch(request).points[0].id)
             except EvalfleetError as exc:
                 self.failures.append(f"a dispatch of the judged run was not answered: {exc}")

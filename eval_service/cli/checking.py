@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import print_json, say
 from eval_service.cli.reading import all_points, points_text
 from eval_service.contract.results import Direction
 from eval_service.contract.states import ENDS, PointState, Reason
@@ -66,7 +66,7 @@ def check(
         seen = [point.model_dump(mode="json") for point in points]
         print_json({"ok": not faults, "faults": faults, "points": seen})
     else:
-        typer.echo("\n".join([points_text(points), *(f"FAILED: {fault}" for fault in faults)] + ["ok"] * (not faults)))
+        say("\n".join([points_text(points), *(f"FAILED: {fault}" for fault in faults)] + ["ok"] * (not faults)))
     raise typer.Exit(1 if faults else 0)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import columns, counts, print_json
+from eval_service.cli.output import columns, counts, print_json, say
 from eval_service.cli.reading import all_points
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import InvalidRequest, NotFound
@@ -102,7 +102,7 @@ def scale(
     with options.connect(url) as client:
         reply = client.scale(group, None if engines == "auto" else int(engines))
     told = "as its config says" if reply.engines is None else f"{reply.engines} engines"
-    print_json(reply) if as_json else typer.echo(f"{reply.group}: {told} ({reply.least} to {reply.most})")
+    print_json(reply) if as_json else say(f"{reply.group}: {told} ({reply.least} to {reply.most})")
 
 
 def _confirm(view: RunView) -> None:
@@ -151,13 +151,13 @@ def _on_run(url: str, run: str, call: Callable[[EvalClient, str], RunCommandRepl
         return
     rows = [[steps.get(ref.id), ref.suite, ref.state, ref.reason] for ref in reply.points]
     left = [f"left: step {point.step} {point.suite}: {point.why}" for point in reply.left]
-    typer.echo("\n".join(([columns("step suite state reason", rows)] if rows else ["no point"]) + left))
+    say("\n".join(([columns("step suite state reason", rows)] if rows else ["no point"]) + left))
 
 
 def _show_points(views: list[PointView], as_json: bool) -> None:
     rows = [[view.step, view.suite, view.state, view.reason, "held" if view.held else None] for view in views]
-    print_json(views) if as_json else typer.echo(columns("step suite state reason snapshot", rows))
+    print_json(views) if as_json else say(columns("step suite state reason snapshot", rows))
 
 
 def _show_run(view: RunView, as_json: bool) -> None:
-    print_json(view) if as_json else typer.echo(f"{view.run} is {view.state}: {counts(view.points)}")
+    print_json(view) if as_json else say(f"{view.run} is {view.state}: {counts(view.points)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import columns, print_json
+from eval_service.cli.output import columns, print_json, say
 from eval_service.cli.reading import PAGE, all_points, verdict_of
 from eval_service.contract.client import EvalClient
 from eval_service.contract.curves import Curve, CurvePoint, sentence
@@ -33,7 +33,7 @@ def compare(
     """Say whether one step is better than another, by the prompts that both scored."""
     with options.connect(url) as client:
         found = _compare_all(client, run, (step1, step2), suite, dataset, limit=0)
-    print_json(found) if as_json else typer.echo("\n".join(comparison_text(one) for one in found))
+    print_json(found) if as_json else say("\n".join(comparison_text(one) for one in found))
 
 
 def diff(
@@ -51,7 +51,7 @@ def diff(
         found = [
             _with_flips(client, one, limit) for one in _compare_all(client, run, (step1, step2), suite, dataset, limit)
         ]
-    print_json(found) if as_json else typer.echo("\n".join(_flips_text(one) for one in found))
+    print_json(found) if as_json else say("\n".join(_flips_text(one) for one in found))
 
 
 def curve(
@@ -71,7 +71,7 @@ def curve(
             if more.uncompared >= found.uncompared:
                 break
             found = more
-    print_json(found) if as_json else typer.echo(curve_text(found))
+    print_json(found) if as_json else say(curve_text(found))
 
 
 def curve_text(found: Curve) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import print_json, say
 from eval_service.contract.errors import EvalfleetError, InvalidRequest, SnapshotFault
 from eval_service.scratch import Kind, scratch
 
@@ -40,9 +40,9 @@ def doctor(
     if as_json:
         print_json(admission.as_json(found) | ({"engine": _as_json(trial)} if engine else {}))
     else:
-        typer.echo(admission.render(found))
+        say(admission.render(found))
         if engine:
-            typer.echo(_render(trial))
+            say(_render(trial))
     raise typer.Exit(admission.exit_code(found) or int(trial is not None and not trial.ok))
 
 

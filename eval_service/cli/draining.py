@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import counts, print_json
+from eval_service.cli.output import counts, print_json, say
 from eval_service.cli.progress import bar
 from eval_service.contract.wire import OnTimeout, Receipt
 
@@ -30,7 +30,7 @@ def drain(
     """Wait until every point of a run has ended. Exit 0: drained; 3: time is up."""
     with options.connect(url) as client, _watching(f"draining {run}", quiet=as_json) as seen:
         receipt = client.drain(run, timeout_s=timeout, on_timeout=on_timeout, on_progress=seen)
-    print_json(receipt) if as_json else typer.echo(receipt_text(receipt))
+    print_json(receipt) if as_json else say(receipt_text(receipt))
     raise typer.Exit(0 if receipt.drained else TIME_IS_UP)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import print_json, say
 from eval_service.cli.reading import all_points
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import NotFound
@@ -32,11 +32,11 @@ def endpoint(
     if as_json:
         print_json(view)
         return
-    typer.echo(view.url)
+    say(view.url)
     if not view.open:
-        typer.echo("closed")
+        say("closed")
     elif not view.engines:
-        typer.echo(view.detail or "no engine serves it yet: requests wait for one")
+        say(view.detail or "no engine serves it yet: requests wait for one")
 
 
 def _close(client: EvalClient, run: str, step: int) -> ServingView:

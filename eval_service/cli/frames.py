@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eval_service.cli.output import counts, plus_minus, text
+from eval_service.cli.output import counts, plain, plus_minus
 from eval_service.contract.client import EvalClient
 from eval_service.contract.curves import DrainView
 from eval_service.contract.errors import Unavailable
@@ -126,11 +126,6 @@ def render(frame: Frame, rows: int | None = None) -> RenderableType:
         drains = ([d.run, frame.at - d.started_at, d.deadline - frame.at, d.drain] for d in frame.drains)
         parts.append(_table("drains", "run since_s left_s drain", drains, rows))
     return Group(*parts)
-
-
-def plain(value: object) -> str:
-    """A value as a cell, without what a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in text(value))
 
 
 def _head(frame: Frame) -> Text:

@@ -43,7 +43,7 @@ def launch(
     if as_json:
         output.print_json(plan_json(made))
     else:
-        typer.echo(as_text(made))
+        output.say(as_text(made))
     if not plan:
         from eval_service.launch.run import run_launch
 

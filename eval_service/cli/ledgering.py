@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import print_json, say
 
 Fleet = Annotated[Path, typer.Option(help="The fleet file, which says where the ledger is.")]
 app = typer.Typer(help="Look at the ledger, copy it, bring it up to date.", no_args_is_help=True)
@@ -27,31 +27,37 @@ def show(fleet: Fleet, as_json: options.Json = False) -> None:
         return
     seen = "never" if found.controller_at is None else datetime.fromtimestamp(found.controller_at, UTC).isoformat()
     schema = "there is none yet" if found.schema is None else f"{found.schema} (this version writes {found.newest})"
-    typer.echo(f"ledger      {found.url}\nschema      {schema}\nepoch       {found.epoch}\ncontroller  {seen}")
-    typer.echo(f"runs        {found.runs}\npoints      {found.points}")
+    say(f"ledger      {found.url}\nschema      {schema}\nepoch       {found.epoch}\ncontroller  {seen}")
+    say(f"runs        {found.runs}\npoints      {found.points}")
 
 
 @app.command("backup")
 def backup(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="The copy; it must not be there yet.")], fleet: Fleet
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The copy; it must not be there yet.")],
+    fleet: Fleet,
+    as_json: options.Json = False,
 ) -> None:
     """Copy the ledger as it is at one moment, while the service goes on."""
     from eval_service.ledger.upkeep import backup as copy
 
     size_bytes = copy(_url(fleet), target)
-    typer.echo(f"{target}: {size_bytes} bytes")
+    told = {"file": str(target.absolute()), "size_bytes": size_bytes}
+    print_json(told) if as_json else say(f"{target}: {size_bytes} bytes")
 
 
 @app.command("migrate")
-def migrate(fleet: Fleet) -> None:
+def migrate(fleet: Fleet, as_json: options.Json = False) -> None:
     """Make the ledger, or bring one of an older version up to date, as `serve` does when it starts."""
     from eval_service.ledger.database import Database
     from eval_service.ledger.upkeep import survey
 
-    before = survey(_url(fleet))
+    before = survey(_url(fleet)).schema
     Database(_url(fleet)).close()
-    after = survey(_url(fleet))
-    typer.echo(f"schema {'none' if before.schema is None else before.schema} -> {after.schema}")
+    after = survey(_url(fleet)).schema
+    if as_json:
+        print_json({"before": before, "after": after})
+    else:
+        say(f"schema {'none' if before is None else before} -> {after}")
 
 
 def _url(fleet: Path) -> str:

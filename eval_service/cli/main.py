@@ -30,6 +30,7 @@ from eval_service.cli import (
     uploading,
     watching,
 )
+from eval_service.cli.output import harmless
 from eval_service.contract.errors import (
     ConfigError,
     Conflict,
@@ -97,7 +98,7 @@ def main() -> None:
     try:
         app(prog_name="evalfleet")
     except EvalfleetError as error:
-        print(f"evalfleet: error: {error}", file=sys.stderr)
+        print(f"evalfleet: error: {harmless(str(error))}", file=sys.stderr)
         sys.exit(exit_code(error))
 
 

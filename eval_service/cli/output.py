@@ -1,4 +1,7 @@
-"""How commands print: JSON for programs, aligned columns for people, and what an absent value looks like."""
+"""How commands print: JSON for programs, aligned columns for people, and what an absent value looks like.
+
+What models, engines and others wrote reaches a terminal without anything that it would obey.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,28 @@ def print_json(value: BaseModel | Sequence[BaseModel] | dict[str, Any] | list[An
     if isinstance(value, BaseModel):
         typer.echo(value.model_dump_json(indent=2))
         return
-    plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value]
-    typer.echo(json.dumps(value if isinstance(value, dict) else plain, indent=2))
+    items = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value]
+    typer.echo(json.dumps(value if isinstance(value, dict) else items, indent=2))
+
+
+def say(lines: str) -> None:
+    """Print lines for people."""
+    typer.echo(harmless(lines))
+
+
+def harmless(lines: str) -> str:
+    """Lines in which each control character is shown as its escape, but for the ends of lines and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in lines)
+
+
+def plain(value: Any) -> str:
+    """A value as a cell of one line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text(value))
 
 
 def columns(header: str, rows: Iterable[Sequence[Any]]) -> str:
     """A table in plain text, each column as wide as its widest cell; `header` is words, None is a dash."""
-    cells = [header.split()] + [[text(cell) for cell in row] for row in rows]
+    cells = [header.split()] + [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)

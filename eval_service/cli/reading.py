@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import columns, counts, plus_minus, print_json
+from eval_service.cli.output import columns, counts, plus_minus, print_json, say
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import NotFound
 from eval_service.contract.wire import EngineView, FleetView, PointView, RunView, SampleView, StatusView
@@ -20,21 +20,21 @@ def status(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False
     """Show the service at a glance: controller, engines, runs, points."""
     with options.connect(url) as client:
         view = client.status()
-    print_json(view) if as_json else typer.echo(_status_text(view))
+    print_json(view) if as_json else say(_status_text(view))
 
 
 def fleet(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False) -> None:
     """Show the engines: what each does and what it has pinned."""
     with options.connect(url) as client:
         view = client.fleet()
-    print_json(view) if as_json else typer.echo(_fleet_text(view))
+    print_json(view) if as_json else say(_fleet_text(view))
 
 
 def runs(url: options.Url = options.DEFAULT_URL, as_json: options.Json = False) -> None:
     """List the runs with their counts of points and their latest scores."""
     with options.connect(url) as client:
         views = [client.run(name) for name in client.status().runs]
-    print_json(views) if as_json else typer.echo(_runs_text(views))
+    print_json(views) if as_json else say(_runs_text(views))
 
 
 def points(
@@ -46,7 +46,7 @@ def points(
     """Show the points of a run: the curve as a table."""
     with options.connect(url) as client:
         views = all_points(client, run, suite)
-    print_json(views) if as_json else typer.echo(points_text(views))
+    print_json(views) if as_json else say(points_text(views))
 
 
 def samples(
@@ -71,7 +71,7 @@ def samples(
         if not found:
             raise NotFound(f"run {run} has no point at step {step}", field="step", hint=f"see `evalfleet points {run}`")
         shown = [s for point in found for s in some_samples(client, point.id, kinds=kinds, search=search, limit=limit)]
-    print_json(shown) if as_json else typer.echo(samples_text(shown))
+    print_json(shown) if as_json else say(samples_text(shown))
 
 
 def all_points(client: EvalClient, run: str, suite: str | None = None) -> list[PointView]:

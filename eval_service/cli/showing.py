@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import columns, plus_minus, print_json, text
+from eval_service.cli.output import columns, plus_minus, print_json, say, text
 from eval_service.cli.reading import all_points
 from eval_service.contract.errors import NotFound
 from eval_service.contract.wire import PointView
@@ -26,7 +26,7 @@ def show(
         found = [client.point(point.id) for point in all_points(client, run, suite) if point.step == step]
     if not found:
         raise NotFound(f"run {run} has no point at step {step}", field="step", hint=f"see `evalfleet points {run}`")
-    print_json(found) if as_json else typer.echo("\n\n".join(point_text(view) for view in found))
+    print_json(found) if as_json else say("\n\n".join(point_text(view) for view in found))
 
 
 def point_text(view: PointView) -> str:

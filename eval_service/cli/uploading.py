@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json
+from eval_service.cli.output import print_json, say
 from eval_service.contract.wire import DispatchRequest, Kind
 
 
@@ -44,4 +44,4 @@ def upload(
         with options.connect(url) as client:
             reply = client.dispatch(request)
         told["points"] = [point.model_dump(mode="json") for point in reply.points]
-    print_json(told) if as_json else typer.echo(done.url)
+    print_json(told) if as_json else say(done.url)

@@ -16,7 +16,7 @@ import typer
 
 from eval_service.cli import options
 from eval_service.cli.draining import TIME_IS_UP
-from eval_service.cli.output import columns, print_json
+from eval_service.cli.output import columns, harmless, print_json, say
 from eval_service.contract.errors import InvalidRequest, RateLimited, Unavailable
 from eval_service.contract.names import check_run
 
@@ -117,14 +117,14 @@ def _report(watcher: Watcher, in_time: bool, as_json: bool) -> int:
         lines += [f"{done} of {expected} points are done", *(f"GAP: {gap}" for gap in missing)]
         if not rows:
             lines.append(f"no checkpoint was seen in {watcher.asked.directory}; see --pattern")
-        typer.echo("\n".join(lines))
+        say("\n".join(lines))
     if not in_time:
         return TIME_IS_UP
     return 1 if missing or not rows else 0
 
 
 def _say(line: str) -> None:
-    print(f"evalfleet watch: {line}", file=sys.stderr, flush=True)
+    print(f"evalfleet watch: {harmless(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

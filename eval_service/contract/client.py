@@ -1,5 +1,7 @@
 """The client of the API: few, slow calls over httpx, every one with a timeout, every error mapped.
 
+Requests are strict; what a newer service adds to its answers is passed over.
+
 Nothing here retries on its own but the long polls (`reserve`, `drain`): short calls under one deadline.
 """
 
@@ -339,7 +341,7 @@ class EvalClient:
     ) -> _Model:
         response = self._send(method, path, body=body, params=params, extra_s=extra_s)
         try:
-            return model.model_validate_json(response.content)
+            return model.model_validate_json(response.content, extra="ignore")
         except ValidationError as exc:
             raise Unavailable(f"{method} {path} answered with something else than {model.__name__}: {exc}") from exc
 
@@ -373,7 +375,7 @@ class EvalClient:
 
 def _error(response: httpx.Response) -> EvalfleetError:
     try:
-        body = ErrorEnvelope.model_validate_json(response.content).error
+        body = ErrorEnvelope.model_validate_json(response.content, extra="ignore").error
     except ValidationError:
         # Not our envelope: a proxy that has nobody behind it (yet), which is the same as not being there.
         return Unavailable(f"HTTP {response.status_code}: {response.text[:200]}")

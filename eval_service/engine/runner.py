@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from eval_service.contract.errors import ConfigError
 from eval_service.contract.wire import EngineState
+from eval_service.engine.ending import unless_it_ends
 from eval_service.engine.errors import BootFailed, EngineError, EngineFatal
 from eval_service.engine.nearby import near
 from eval_service.engine.pin import Clock, PinFailed, SystemClock
@@ -30,7 +31,6 @@ from eval_service.engine.protocol import (
     ControllerLink,
     EngineReport,
     PinError,
-    PinEvidence,
     PinOrder,
 )
 from eval_service.engine.server import BootOptions, Server, boot_server
@@ -339,8 +339,11 @@ class EngineRunner:
         server.weight_version = None
         self._become(EngineState.PINNING, None)
         try:
-            async with near(self._places, order) as here:
-                evidence = await self._pin_unless_it_ends(server, here)
+            async with contextlib.AsyncExitStack() as stack:
+                here = await unless_it_ends(server.process, stack.enter_async_context(near(self._places, order)))
+                # The pin keeps its own deadline; the second beyond it is for one that is stuck.
+                pin = server.pinner.pin(here)
+                evidence = await unless_it_ends(server.process, pin, timeout_s=order.timeout_s + 1.0)
         except PinFailed as exc:
             if exc.error is PinError.DIED:
                 # A dropped connection comes a little before the end of the process; tell of both together.
@@ -352,21 +355,6 @@ class EngineRunner:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
         return CommandResult(command.id, ok=True, evidence=evidence)
-
-    async def _pin_unless_it_ends(self, server: Server, order: PinOrder) -> PinEvidence:
-        pin = asyncio.create_task(server.pinner.pin(order))
-        exited = asyncio.create_task(server.process.exited.wait())
-        try:
-            # The pin keeps its own deadline; the second beyond it is for one that is stuck.
-            await asyncio.wait((pin, exited), timeout=order.timeout_s + 1.0, return_when=asyncio.FIRST_COMPLETED)
-            if pin.done():
-                return pin.result()
-            if exited.done():
-                raise PinFailed(PinError.DIED, f"the server ended with {server.process.exit_code}")
-            raise PinFailed(PinError.TIMEOUT, f"not pinned within {order.timeout_s:g} s")
-        finally:
-            for task in (pin, exited):
-                task.cancel()
 
     async def _run_restart(self, command: Command) -> CommandResult:
         before = self._server

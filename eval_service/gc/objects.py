@@ -2,7 +2,8 @@
 
 The marker goes first, so that nobody takes half a snapshot for one, then the ledger is asked for the last time: one
 that was dispatched again meanwhile gets its marker back. The manifest goes last, and only then the ledger is told: so a
-deletion that was cut short is known for what it is, and is finished. Blocks: call it from a thread.
+deletion that was cut short is known for what it is, and is finished. Who uploads the same content again meanwhile sees
+a mark and does so once more when it is gone (`objects.deleting`). Blocks: call it from a thread.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from eval_service.contract.manifest import Manifest, parse_manifest, read_manife
 from eval_service.gc.collect import Collected, Refused
 from eval_service.gc.plan import Deletion
 from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.deleting import DELETE_S, marked, unmark
 from eval_service.objects.fetch import MANIFEST_BYTES, size_of
 from eval_service.objects.places import Places
 from eval_service.objects.store import Denied, ObjectStore, Until
 from eval_service.objects.urls import is_url, join, last_of, lies_under, parent_of
 
-DELETE_S = 600.0
 READ_S = 60.0
 
 
@@ -35,24 +36,25 @@ def collect_objects(
         gone: called when nothing of it is left.
 
     Raises:
-        Refused: path, step, digest or nonce disagree with what lies there, or it lies under no prefix.
+        Refused: path, step, digest or nonce disagree with what lies there, it lies under no prefix, or the store does
+            not allow it.
         StoreUnavailable: the store can't be reached.
     """
     until = Until.after(DELETE_S)
     name = _own_name(deletion, store.config)
-    manifest = _held(deletion, store, until)
-    marker = join(deletion.path, names.COMPLETE)
-    if manifest is not None:
-        store.delete(marker, until)
-    if not confirm():
-        if manifest is not None:
-            store.put(marker, b"", until)
+    try:
+        if _held(deletion, store, until) is None:
+            unmark(store, deletion.path, until)  # of one that was cut short
+            freed_bytes = 0 if confirm() else None
+        else:
+            with marked(store, deletion.path, until):
+                freed_bytes = _delete(deletion, store, confirm, until)
+    except Denied as exc:
+        raise Refused(exc.message, field="path") from exc
+    if freed_bytes is None:
         return Collected(name, 0)
-    files = (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST) if manifest is not None else ()
-    for file in files:
-        store.delete(join(deletion.path, file), until)
     gone()
-    return Collected(name, size_of(manifest) if manifest is not None else 0)
+    return Collected(name, freed_bytes)
 
 
 def manifest_of(path: str, places: Places) -> Manifest:
@@ -70,6 +72,21 @@ def sweep(places: Places) -> None:
     """Remove what killed processes left in this node's cache, and what is beyond its bound."""
     if places.caches:
         places.cache.sweep()
+
+
+def _delete(deletion: Deletion, store: ObjectStore, confirm: Callable[[], bool], until: Until) -> int | None:
+    """Delete what lies there, with the mark beside it; the bytes of it, or None: it is needed, and is put back."""
+    manifest = _held(deletion, store, until)
+    if manifest is None:
+        return 0 if confirm() else None
+    marker = join(deletion.path, names.COMPLETE)
+    store.delete(marker, until)
+    if not confirm():
+        store.put(marker, b"", until)
+        return None
+    for file in (*(entry.name for entry in manifest.files), names.DISPATCH, names.MANIFEST):
+        store.delete(join(deletion.path, file), until)
+    return size_of(manifest)
 
 
 def _own_name(deletion: Deletion, config: ObjectsConfig) -> str:
@@ -90,8 +107,8 @@ def _held(deletion: Deletion, store: ObjectStore, until: Until) -> Manifest | No
     """The manifest that lies there, if it is that of this very export; None: nothing is there any more."""
     try:
         manifest = _read(deletion.path, store, until)
-    except Denied as exc:
-        raise Refused(exc.message, field="path") from exc
+    except Denied:
+        raise
     except SnapshotMissing:
         return None
     except SnapshotFault as exc:

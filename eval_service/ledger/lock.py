@@ -33,6 +33,8 @@ _TAKE = text(
     f"INSERT INTO meta (key, value, at) VALUES ('{_KEY}', :me, {_NOW}) ON CONFLICT (key) "
     f"DO UPDATE SET value = :me, at = {_NOW} WHERE meta.value = :me OR meta.at < {_NOW} - :lease_s RETURNING value"
 )
+# What was given up meanwhile stays so: a renewal that was under way finds nothing to renew.
+_RENEW = text(f"UPDATE meta SET at = {_NOW} WHERE key = '{_KEY}' AND value = :me AND at > 0 RETURNING value")
 _RELEASE = text(f"UPDATE meta SET at = 0 WHERE key = '{_KEY}' AND value = :me")
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class LeaseLock:
         self._lease_s = lease_s
         self._me = uuid.uuid4().hex
         self._engine: Engine | None = None
-        self._released = threading.Event()
+        self._released = threading.Event()  # of the renewing thread; each has its own
         self._renewing: threading.Thread | None = None
         self._held = False
 
@@ -117,44 +119,51 @@ class LeaseLock:
         if self._held:
             return True
         with mapped():
-            self._held = self._ask()
+            if self._engine is None:
+                self._engine = open_engine(self._url, 1)
+            engine = self._engine
+            with engine.begin() as connection:
+                taken = connection.execute(_TAKE, {"me": self._me, "lease_s": self._lease_s}).first()
+            self._held = taken is not None
         if self._held:
-            self._released.clear()
-            self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+            self._released = threading.Event()
+            self._renewing = threading.Thread(
+                target=self._renew, args=(engine, self._released), name="lease", daemon=True
+            )
             self._renewing.start()
         return self._held
 
     def release(self) -> None:
         """See `Lock`; where the server is away it ends with its time."""
         self._released.set()
-        if self._renewing is not None:
-            self._renewing.join(RENEW_S)
-            self._renewing = None
-        if self._held and self._engine is not None:
-            self._held = False
-            with contextlib.suppress(SQLAlchemyError), self._engine.begin() as connection:
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.join(RENEW_S)
+        held, self._held = self._held, False
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        if held:
+            with contextlib.suppress(SQLAlchemyError), engine.begin() as connection:
                 connection.execute(_RELEASE, {"me": self._me})
-        if self._engine is not None:
-            self._engine.dispose()
-            self._engine = None
+        if renewing is None or not renewing.is_alive():
+            engine.dispose()
 
-    def _ask(self) -> bool:
-        if self._engine is None:
-            self._engine = open_engine(self._url, 1)
-        with self._engine.begin() as connection:
-            return connection.execute(_TAKE, {"me": self._me, "lease_s": self._lease_s}).first() is not None
-
-    def _renew(self) -> None:
+    def _renew(self, engine: Engine, released: threading.Event) -> None:
+        """Until it is released or lost; where it outlives the release, it closes the connections."""
         began = time.monotonic()
-        while not self._released.wait(RENEW_S):
+        while not released.wait(RENEW_S):
             try:
-                if not self._ask():
+                with engine.begin() as connection:
+                    renewed = connection.execute(_RENEW, {"me": self._me}).first() is not None
+                if not renewed and not released.is_set():
                     log.warning("another controller took the lock, which was not renewed in time")
                     self._held = False
                     return
                 began = time.monotonic()
             except SQLAlchemyError as exc:
                 log.warning("the lock could not be renewed for %.1f s: %s", time.monotonic() - began, exc)
+        engine.dispose()
 
 
 def lock_of(url: str) -> Lock:

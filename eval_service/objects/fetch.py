@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -12,6 +12,7 @@ import xxhash
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotAltered, SnapshotFault, SnapshotMissing
 from eval_service.contract.manifest import FileEntry, Manifest, parse_manifest
+from eval_service.objects.abreast import abreast
 from eval_service.objects.store import ObjectStore, Until
 from eval_service.objects.urls import join
 
@@ -57,15 +58,8 @@ def fetch_into(
         OSError: disk full, among others.
     """
     stop = threading.Event()
-    with ThreadPoolExecutor(parallel, thread_name_prefix="fetch") as pool:
-        parts = [
-            pool.submit(_fetch_file, directory / entry.name, store, url, entry, until, stop) for entry in manifest.files
-        ]
-        try:
-            for part in parts:
-                part.result()
-        finally:
-            stop.set()  # what is left of the others need not come
+    parts = [partial(_fetch_file, directory / entry.name, store, url, entry, until, stop) for entry in manifest.files]
+    abreast(parts, parallel, stop, name="fetch")
     _write_synced(directory / names.MANIFEST, data)
     _write_synced(directory / names.COMPLETE, b"")
 

@@ -65,7 +65,7 @@ class ObjectStore:
     ) -> None:
         self.config = config
         self._environ = environ
-        self._sleep = sleep
+        self.sleep = sleep
 
     def check(self) -> None:
         """See that each protocol has a driver and its secrets; asks nothing of any store.
@@ -151,7 +151,7 @@ class ObjectStore:
                 if attempt == self.config.attempts or until.left_s <= backoff_s:
                     told = f"{url} can't be had, after {attempt} tries: {self._told(protocol, exc)}"
                     raise StoreUnavailable(told, field="snapshot") from exc
-            self._sleep(backoff_s)
+            self.sleep(backoff_s)
             backoff_s = min(_MAX_BACKOFF_S, backoff_s * 2)
         raise AssertionError("attempts is at least 1")
 

@@ -1,16 +1,22 @@
-"""Publishing a snapshot to an object store: one that was published to a directory is copied, the marker last."""
+"""Publishing a snapshot to an object store: one that was published to a directory is copied, the marker last.
+
+What somebody deletes at that moment is uploaded when that is done; see `deleting`.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from eval_service.contract import names
 from eval_service.contract.errors import SnapshotFault, SnapshotMissing
 from eval_service.contract.manifest import Manifest, read_manifest
 from eval_service.contract.safetensors_io import hash_file
+from eval_service.objects.abreast import abreast
 from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.deleting import wait_unmarked
 from eval_service.objects.fetch import read_remote_manifest, size_of
 from eval_service.objects.store import ObjectStore, Until
 from eval_service.objects.urls import check_url, join
@@ -53,17 +59,18 @@ def upload(
     until = Until.after(timeout_s)
     manifest = _whole(snapshot)
     url = join(join(prefix, manifest.run), names.step_dir_name(manifest.step, manifest.digest))
-    if _is_there(store, url, manifest, until):
-        return Uploaded(url, manifest, reused=True)
-    with ThreadPoolExecutor(parallel, thread_name_prefix="upload") as pool:
+    reused = True
+    while True:
+        wait_unmarked(store, url, until)
+        if _is_there(store, url, manifest, until):
+            return Uploaded(url, manifest, reused=reused)
+        reused = False
         parts = [
-            pool.submit(store.put_file, join(url, entry.name), snapshot / entry.name, until) for entry in manifest.files
+            partial(store.put_file, join(url, entry.name), snapshot / entry.name, until) for entry in manifest.files
         ]
-        for part in parts:
-            part.result()
-    store.put(join(url, names.MANIFEST), manifest.model_dump_json().encode(), until)
-    store.put(join(url, names.COMPLETE), b"", until)
-    return Uploaded(url, manifest, reused=False)
+        abreast(parts, parallel, threading.Event(), name="upload")
+        store.put(join(url, names.MANIFEST), manifest.model_dump_json().encode(), until)
+        store.put(join(url, names.COMPLETE), b"", until)
 
 
 def _whole(snapshot: Path) -> Manifest:
@@ -79,11 +86,11 @@ def _whole(snapshot: Path) -> Manifest:
 
 
 def _is_there(store: ObjectStore, url: str, manifest: Manifest, until: Until) -> bool:
-    """Whether this very snapshot was published there."""
+    """Whether this very snapshot was published there, and nothing of it is gone."""
     try:
         held, _ = read_remote_manifest(store, url, until)
     except SnapshotMissing:
         return False
     if held.digest != manifest.digest:
         raise SnapshotFault(f"{url} is there already and is another snapshot", field="snapshot")
-    return True
+    return all(store.size(join(url, entry.name), until) == entry.size_bytes for entry in manifest.files)

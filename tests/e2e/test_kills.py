@@ -44,16 +44,6 @@ def _at_work(live: Live, point: PointView) -> EngineView:
     return wait_for(busy, "an engine at work", 30)
 
 
-def _replica(live: Live, deployment: str) -> psutil.Process:
-    found = [
-        process
-        for process in live.family.members()
-        if f"ServeReplica:evalfleet:{deployment}" in " ".join(process.cmdline())
-    ]
-    assert len(found) == 1, found
-    return found[0]
-
-
 def _one_end(live: Live, run: str) -> PointView:
     [point] = live.ended(run, 1, timeout_s=180)
     assert point.state is DONE, point.detail
@@ -86,7 +76,7 @@ def test_the_controller_killed_while_a_point_runs_ends_it_once_and_dispatch_answ
     epoch = live.client.status().epoch
     answers = _Dispatches(live.url)
     answers.start()
-    _replica(live, "controller").send_signal(signal.SIGKILL)
+    live.replica("controller").send_signal(signal.SIGKILL)
     wait_for(lambda: live.client.status().epoch > epoch, "another controller", 60)
     done = _one_end(live, "kill-controller")
     answers.finish()

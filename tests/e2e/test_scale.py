@@ -1,13 +1,21 @@
-"""Engines come and go while points run: asked for, and by the queued work; no sample and no point is lost."""
+"""Engines come and go while points run: asked for, and by the queued work; no sample and no point is lost.
+
+The service of this module has its ledger in a real PostgreSQL where one is installed, and loses it there too.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -15,15 +23,20 @@ import psutil
 import pytest
 
 from eval_service.contract.client import EvalClient
-from eval_service.contract.errors import Forbidden, InvalidRequest
+from eval_service.contract.errors import Forbidden, InvalidRequest, Unavailable
 from eval_service.contract.states import PointState
 from eval_service.contract.token import bearer
-from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, RunSpec, Source
+from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, RunSpec, Source, StatusView
+from eval_service.ledger.database import Database
+from eval_service.ledger.events import Event, EventKind, EventLog
+from tests.support import postgres
 from tests.support.live import DONE, PROMPTS, SUITE, Live, serving, wait_for
+from tests.support.relay import Lost, Relay
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 # All that the service of this module is told in confidence.
-SECRETS = {f"EVALFLEET_TEST_{name}": f"{name.lower()}-{uuid.uuid4().hex}" for name in ("OPS", "LOOK", "HOOK", "LANES")}
+NAMES = ("OPS", "LOOK", "HOOK", "LANES", "LEDGER")
+SECRETS = {f"EVALFLEET_TEST_{name}": f"{name.lower()}-{uuid.uuid4().hex}" for name in NAMES}
 SERVICE = """
 webhook_hosts = ["127.0.0.1:9"]
 proxy_api_key_env = "EVALFLEET_TEST_LANES"
@@ -42,18 +55,50 @@ url = "http://127.0.0.1:9/hook"
 secret_env = "EVALFLEET_TEST_HOOK"
 """
 SLOW = "\n[groups.eval.overrides]\nlatency_s = 1.0\n"
+FAILOVER_S = 10.0
+
+
+@dataclass
+class Remote:
+    """The ledger in PostgreSQL, and what stands between it and the service."""
+
+    server: postgres.Server
+    relay: Relay
+    place: str
+    database: str = field(default_factory=lambda: f"fleet_{uuid.uuid4().hex[:8]}")
+
+    @property
+    def settings(self) -> str:
+        """As `fleet.toml` has it, with a password."""
+        url = self.server.url(self.database, password=SECRETS["EVALFLEET_TEST_LEDGER"])
+        return f'ledger = "{url.replace(str(self.server.base), self.place)}"\n'
 
 
 @pytest.fixture(scope="module")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def remote(request: pytest.FixtureRequest) -> Iterator[Remote | None]:
+    """None: no PostgreSQL is installed, and the service has SQLite."""
+    if postgres.programs() is None:
+        yield None
+        return
+    server = request.getfixturevalue("postgres_server")
+    with tempfile.TemporaryDirectory(prefix="evalfleet-relay-") as place:
+        found = Remote(server, Relay(server.base, Path(place)), place)
+        server.sql(f"CREATE DATABASE {found.database}")
+        yield found
+        found.relay.close()
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory, remote: Remote | None) -> Iterator[Live]:
     """A service of its own with up to four fake engines, each slow enough to be caught at work."""
     base = Path(tmp_path_factory.mktemp("fakes"))
     (base / "look.token").write_text(SECRETS["EVALFLEET_TEST_LOOK"])
-    shape = {"grade": "fake", "bounds": "[1, 4]", "settings": SERVICE, "more": SLOW + TOKENS}
+    settings = SERVICE + (remote.settings if remote is not None else "")
+    shape = {"grade": "fake", "bounds": "[1, 4]", "settings": settings, "more": SLOW + TOKENS}
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             for name, secret in SECRETS.items():
-                if name != "EVALFLEET_TEST_LOOK":
+                if name not in ("EVALFLEET_TEST_LOOK", "EVALFLEET_TEST_LEDGER"):
                     patch.setenv(name, secret)
             patch.setenv("EVALFLEET_TOKEN", SECRETS["EVALFLEET_TEST_OPS"])
             service = stack.enter_context(serving(base, **shape))
@@ -64,17 +109,17 @@ def group(live: Live) -> GroupView:
     return next(group for group in live.client.fleet().groups if group.name == "eval")
 
 
-def dispatch(live: Live, run: str, step: int, suite: str) -> None:
+def dispatch(live: Live, run: str, step: int, suite: str, reservation: str | None = None) -> str:
     request = DispatchRequest(
         run=run,
         step=step,
         suites=(suite,),
-        reservation=str(uuid.uuid4()),
+        reservation=reservation or str(uuid.uuid4()),
         snapshot=str(live.model),
         source=Source.CALLER,
         force=True,
     )
-    live.client.dispatch(request)
+    return live.client.dispatch(request).points[0].id
 
 
 def settled(live: Live, engines: int, timeout_s: float = 60.0) -> None:
@@ -142,7 +187,9 @@ def content(path: Path) -> bytes:
     return b""
 
 
-def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inherit(fakes: Live) -> None:
+def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inherit(
+    fakes: Live, remote: Remote | None
+) -> None:
     """Users find their keys in log files: whatever the service is told in confidence stays where it was put."""
     ops, look = SECRETS["EVALFLEET_TEST_OPS"], SECRETS["EVALFLEET_TEST_LOOK"]
     fakes.client.put_run("secret", RunSpec(root=str(fakes.root), suites=(SUITE,)))
@@ -161,14 +208,109 @@ def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inher
     ran = [subprocess.run([*command, token], capture_output=True, text=True, timeout=60) for token in (ops, look + "x")]  # noqa: PLW1510
     assert [one.returncode for one in ran] == [0, 2]
     lines, inherited = processes_of(fakes)
-    assert not inherited & {ops, look}
+    assert not inherited & {ops, look, SECRETS["EVALFLEET_TEST_LEDGER"]}
     rays = {Path(found) for line in lines for found in re.findall(r"(/[^\s=:]*/evalfleet-[^/\s]+)/", line)}
     assert rays
     files = [path for place in (fakes.base, *rays) for path in place.rglob("*") if path.is_file()]
-    assert {"ledger.db", "service.log", "gcs_server.out"} <= {path.name for path in files}
-    written = b"".join(content(path) for path in files if path.name != "look.token")
+    kept = "ledger.db"
+    if remote is not None:
+        kept, dump, log = "ledger.pass", fakes.base / "ledger.dump", remote.server.base / "log"
+        dump.write_text(remote.server.run("pg_dump", remote.database))
+        assert "COPY public.points" in dump.read_text()
+        files += [dump, log]
+    assert {kept, "service.log", "gcs_server.out"} <= {path.name for path in files}
+    given = {"look.token", "fleet.toml", "ledger.pass"}  # where they were put, for their owner's eyes
+    assert {path.stat().st_mode & 0o077 for path in files if path.name == "ledger.pass"} <= {0}
+    written = b"".join(content(path) for path in files if path.name not in given)
     told = written + "\n".join([*lines, *(one.stdout + one.stderr for one in ran)]).encode()
     assert [name for name, secret in SECRETS.items() if secret.encode() in told] == []
+
+
+def whole(live: Live, run: str, steps: int) -> None:
+    """Wait until each of so many points is done, once, with each of its samples once."""
+    points = live.ended(run, steps)
+    assert [(point.step, point.state) for point in points] == [(step, DONE) for step in range(steps)]
+    assert live.client.points(run=run).total == steps
+    for point in points:
+        samples = live.samples(point.id)
+        assert sorted(sample.index for sample in samples) == list(range(PROMPTS))
+        assert {sample.weight_version for sample in samples} == {point.weight_version}
+
+
+@pytest.fixture
+def lossy(remote: Remote | None) -> Remote:
+    if remote is None:
+        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
+    return remote
+
+
+def done_by_events(remote: Remote, run: str) -> list[int]:
+    """The steps that a reader of the events hears to be done, as often as it hears it."""
+    ledger = Database(remote.server.url(remote.database))
+    try:
+        log, told = EventLog(ledger), list[Event]()
+        while page := log.after(told[-1].seq if told else 0):
+            told += page
+    finally:
+        ledger.close()
+    moves = [json.loads(event.data) for event in told if event.run == run and event.kind == EventKind.POINT]
+    return [move["step"] for move in moves if move["state"] == "done"]
+
+
+def test_commits_answers_the_server_and_the_controller_are_lost_on_postgresql_and_nothing_else(
+    fakes: Live, lossy: Remote
+) -> None:
+    """Connections in mid-write, of gateway, controller and lease; then who acts is replaced within ten seconds."""
+    fakes.client.put_run("lossy", RunSpec(root=str(fakes.root), suites=(SUITE,), max_in_flight=9))
+
+    def taken(step: int, reservation: str) -> str:
+        def asked() -> str | None:
+            with suppress(Unavailable):
+                return dispatch(fakes, "lossy", step, SUITE, reservation)
+            return None
+
+        return wait_for(asked, "a dispatch to be taken, under the same reservation")
+
+    points: dict[str, str] = {}
+    for step, lost in enumerate(Lost):
+        lossy.relay.lose = lost
+        reservation = str(uuid.uuid4())
+        points[reservation] = taken(step, reservation)
+    wait_for(lambda: any(engine.point for engine in group(fakes).engines), "an engine that is leased")
+    for lost in Lost:
+        lossy.relay.lose = lost
+        wait_for(lambda: lossy.relay.lose is None, "a commit of whoever makes the next one")
+    lossy.server.end(signal.SIGQUIT)
+    try:
+        with pytest.raises(Unavailable):
+            fakes.client.status()
+    finally:
+        lossy.server.start()
+    assert [taken(step, reservation) for step, reservation in enumerate(points)] == list(points.values())
+    assert replaced_within_s(fakes) <= FAILOVER_S
+    whole(fakes, "lossy", len(points))
+    assert sorted(done_by_events(lossy, "lossy")) == list(range(len(points))), "each is told once"
+
+
+def replaced_within_s(live: Live) -> float:
+    """Kill the controller that acts; how long it takes until another one does."""
+    status, killed = wait_for(lambda: reached(live.client.status), "its status"), live.replica("controller")
+    killed.kill()
+    began = time.time()
+
+    def acts() -> bool:
+        now = reached(live.client.status)
+        return now is not None and now.epoch > status.epoch and now.controller_alive
+
+    wait_for(acts, "the next controller")
+    # A host so busy that Serve starts no process for a while says nothing of the lease.
+    return time.time() - max(began, float(live.replica("controller").create_time()))
+
+
+def reached(ask: Callable[[], StatusView]) -> StatusView | None:
+    with suppress(Unavailable):
+        return ask()
+    return None
 
 
 @pytest.mark.destructive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from eval_service.engine.protocol import CommandKind, EngineReport, PinError, Pi
 from eval_service.engine.runner import EngineRunner, RunnerTimes
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
+from eval_service.objects.places import Places
 from tests.support.engine_link import TestLink
 from tests.support.engine_model import TinyModel, make_model
 from tests.support.processes import alive, tree
@@ -39,14 +41,18 @@ class Fleet:
         self.b = make_model(root / "b", seed=2)
 
     @asynccontextmanager
-    async def runner(self, *, hung_s: float = TIMES.hung_s, **overrides: Any) -> AsyncIterator[EngineRunner]:
+    async def runner(
+        self, places: Places | None = None, *, hung_s: float = TIMES.hung_s, **overrides: Any
+    ) -> AsyncIterator[EngineRunner]:
         """A runner that runs; whatever happens, its processes are gone afterwards."""
         group = GroupConfig.model_validate(
             {"model": self.boot.path, "grade": "fake", "overrides": overrides, "start_timeout_s": 60}
         )
         options = BootOptions(log=self.root / "logs" / "engine.log")
         times = replace(TIMES, hung_s=hung_s)
-        runner = EngineRunner("engine-1", "eval", group, node="here", options=options, link=self.link, times=times)
+        runner = EngineRunner(
+            "engine-1", "eval", group, node="here", options=options, link=self.link, times=times, places=places
+        )
         others = set(psutil.Process().children(recursive=True))  # such as what the session's fixtures have started
         running = asyncio.create_task(runner.run())
         try:
@@ -169,6 +175,30 @@ def test_a_load_that_takes_too_long_ends_at_the_pins_deadline_and_the_engine_can
             assert (await fleet.pin(fleet.a, "a.1", timeout_s=0.5)).error is PinError.TIMEOUT
             await turn(runner, update_s=0.0)
             fleet.link.give(CommandKind.RESTART)
+            await fleet.new_nonce(report)
+
+    go(body)
+
+
+def test_a_server_that_dies_while_its_snapshot_is_fetched_is_told_at_once(fleet: Fleet) -> None:
+    class Slow(Places):
+        @asynccontextmanager
+        async def near(self, snapshot: str, digest: str | None) -> AsyncIterator[Path]:
+            fetching.set()
+            await asyncio.Event().wait()
+            yield Path(snapshot)
+
+    fetching = asyncio.Event()
+
+    async def body() -> None:
+        async with fleet.runner(Slow()):
+            report = await fleet.ready()
+            order = PinOrder("s3://bucket/run/step_1-00000000", fleet.a.proven(), "a.1", 60.0, 5.0)
+            name = fleet.link.give(CommandKind.PIN, pin=order)
+            await fetching.wait()
+            assert report.server_pid is not None
+            os.kill(report.server_pid, signal.SIGKILL)
+            assert (await fleet.link.done(name)).error is PinError.DIED
             await fleet.new_nonce(report)
 
     go(body)

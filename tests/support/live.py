@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import Unavailable
@@ -146,6 +147,16 @@ class Live:
         with suppress(Unavailable):
             return [engine for group in self.client.fleet().groups if group.name == "eval" for engine in group.engines]
         return []
+
+    def replica(self, deployment: str) -> psutil.Process:
+        """The process of a deployment's one replica; the newest, where one has not quite ended."""
+        found = []
+        for process in self.family.members():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if f"ServeReplica:evalfleet:{deployment}" in " ".join(process.cmdline()):
+                    found.append((process.create_time(), process))
+        assert found, f"no process of {deployment}"
+        return max(found, key=lambda each: each[0])[1]
 
     def points(self, run: str, **query: Any) -> list[PointView]:
         """A run's points that count."""

@@ -42,7 +42,12 @@ class Relay:
             while True:
                 client, _ = self._listening.accept()
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self._server))
+                try:
+                    server.connect(str(self._server))
+                except OSError:  # it is away
+                    client.close()
+                    server.close()
+                    continue
                 threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
                 threading.Thread(target=self._back, args=(server, client), daemon=True).start()
 
@@ -65,4 +70,5 @@ class Relay:
         with suppress(OSError):
             while data := server.recv(65536):
                 client.sendall(data)
-            client.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # also where the server has died with a question unread, which is no end but an error
+            client.shutdown(socket.SHUT_RDWR)

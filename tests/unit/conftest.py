@@ -10,15 +10,6 @@ import pytest
 from tests.support import postgres
 
 
-@pytest.fixture(scope="session")
-def postgres_server() -> Iterator[postgres.Server]:
-    """A PostgreSQL of the session's own."""
-    if postgres.programs() is None:
-        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
-    with postgres.server() as running:
-        yield running
-
-
 @pytest.fixture
 def postgres_url(postgres_server: postgres.Server) -> Iterator[str]:
     """An empty ledger in PostgreSQL."""

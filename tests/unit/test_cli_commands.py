@@ -173,3 +173,18 @@ def test_every_command_has_help(command: Command, name: str) -> None:
     ran = command(name, "--help")
     assert ran.code == 0
     assert "Usage:" in ran.out
+
+
+def test_nothing_that_models_datasets_or_engines_wrote_is_obeyed_by_the_terminal(
+    command: Command, service: FakeService
+) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\r\x9b1m\u202e"
+    service.points = [point(5, state=PointState.FAILED, reason=Reason.DEADLINE, detail=evil, headline=evil)]
+    service.samples = {"p5-letters": [sample(0, output=evil, prompt=evil, answer=evil), sample(1, error=f"{evil}\nx")]}
+    group = GroupView(name="eval", kind="pinned", grade="fake", desired=1, ready=1, engines=(engine("e", detail=evil),))
+    service.fleet = FleetView(groups=(group,), seen_at=1.0)
+    for words in ("samples demo 5", "show demo 5", "points demo", "fleet", f"show demo{evil} 5"):
+        ran = command(*words.split(" "))
+        told = ran.out + ran.err
+        assert r"\x1b[2J" in told, words
+        assert set(told) - {"\n"} <= {c for c in told if c.isprintable()}, words

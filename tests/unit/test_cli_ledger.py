@@ -43,6 +43,7 @@ def test_show_changes_nothing_and_migrate_brings_an_old_ledger_up_to_date(comman
     found = json.loads(command("ledger", "show", *asked, "--json").out)
     assert (found["schema"], found["newest"], found["epoch"], found["runs"], found["points"]) == (2, 4, 7, 1, 2)
     assert command("ledger", "migrate", *asked).out == "schema 2 -> 4\n"
+    assert json.loads(command("ledger", "migrate", *asked, "--json").out) == {"before": 4, "after": 4}
     assert "4 (this version writes 4)" in command("ledger", "show", *asked).out
 
 
@@ -61,6 +62,9 @@ def test_a_backup_is_of_one_moment_and_replaces_nothing(command: Command, fleet:
     assert Views(copy, version="0").point(point).score == 0.5
     copy.close()
     ledger.db.close()
+    other = fleet.with_name("other.db")
+    told = json.loads(command("ledger", "backup", str(other), "--fleet", str(fleet), "--json").out)
+    assert told == {"file": str(other), "size_bytes": other.stat().st_size}
 
 
 def test_a_backup_of_nothing_or_of_a_broken_file_leaves_no_copy(command: Command, fleet: Path) -> None:

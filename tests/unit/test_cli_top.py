@@ -20,7 +20,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from eval_service.cli import main
-from eval_service.cli.frames import Looker, plain, render
+from eval_service.cli.frames import Looker, render
+from eval_service.cli.output import plain
 from eval_service.contract.curves import DrainView
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState
@@ -105,7 +106,7 @@ def test_no_text_of_others_reaches_the_terminal_as_a_command(service: FakeServic
     console.file.close()
     assert "\x1b" not in shown
     assert "[bold]markup" in shown
-    assert plain("\x1b[2J\n") == "?[2J?"
+    assert plain("\x1b[2J\n") == r"\x1b[2J\n"
 
 
 def test_a_narrow_or_low_terminal_shows_less_and_says_so(service: FakeService) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from eval_service.contract.client import LONG_POLL_S, EvalClient
-from eval_service.contract.errors import BY_CODE, Busy, EvalfleetError, InvalidRequest, Unavailable
+from eval_service.contract.errors import BY_CODE, Busy, Conflict, EvalfleetError, InvalidRequest, Unavailable
 from eval_service.contract.results import Direction
-from eval_service.contract.wire import OnTimeout, PlannedPoint, RunSpec
+from eval_service.contract.wire import DispatchRequest, OnTimeout, PlannedPoint, RunSpec
 from tests.support.tiny_snapshots import request
 
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -93,6 +94,18 @@ def test_every_class_of_the_tree_is_mapped() -> None:
 
     ours = {cls for cls in below(EvalfleetError) if cls.__module__ == "eval_service.contract.errors"}
     assert set(BY_CODE.values()) == ours - {EvalfleetError}
+
+
+def test_what_a_newer_service_adds_to_its_answers_is_passed_over_and_requests_stay_strict() -> None:
+    point = {"id": "p", "suite": "s", "state": "done", "added": 1}
+    answer = GRANTED | {"points": [point], "added": {"a": [1]}}
+    client = Service([lambda _: httpx.Response(200, json=answer)]).client()
+    assert [found.id for found in client.dispatch(request("r1", 4)).points] == ["p"]
+    error = {"error": {"code": "conflict", "message": "m", "added": 1}, "added": 2}
+    with pytest.raises(Conflict, match="m"):
+        Service([lambda _: httpx.Response(409, json=error)]).client().status()
+    with pytest.raises(ValidationError, match="added"):
+        DispatchRequest.model_validate(request("r1", 4).model_dump() | {"added": 1})
 
 
 def test_an_unknown_code_is_the_base_error() -> None:

@@ -108,5 +108,18 @@ def test_every_expression_is_balanced_and_uses_functions_that_there_are() -> Non
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
-def test_promtool_takes_the_rules() -> None:
-    subprocess.run(["promtool", "check", "rules", str(RULES)], check=True, timeout=60)
+def test_promtool_takes_rules_their_tests_each_query_of_the_dashboard_and_what_is_exported(
+    tmp_path: Path, scraped: str
+) -> None:
+    def promtool(*arguments: str, given: str | None = None) -> None:
+        done = subprocess.run(["promtool", *arguments], input=given, capture_output=True, text=True, timeout=60)  # noqa: PLW1510
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    promtool("check", "config", str(RULES.with_name("prometheus.yml")))
+    promtool("check", "rules", str(RULES))
+    promtool("test", "rules", str(RULES.with_name("rules_test.yml")))
+    shown = [re.sub(r"\$__\w+", "5m", query) for query in expressions()]  # Grafana puts a duration in its place
+    queries = [{"record": f"query:{at}", "expr": query} for at, query in enumerate(shown)]
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": queries}]}))
+    promtool("check", "rules", str(tmp_path / "queries.yml"))
+    promtool("check", "metrics", given=scraped)

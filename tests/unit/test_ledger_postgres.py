@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import Engine, event, select
 
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.contract.states import PointState, Reason
@@ -137,6 +137,34 @@ def test_one_of_many_has_the_lock_and_gives_it_up_at_once(ledger: Ledger) -> Non
     assert other.try_take()
     for lock in locks:
         lock.release()
+
+
+def test_a_renewal_that_was_under_way_does_not_take_back_what_was_given_up(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval_service.ledger.lock.RENEW_S", 0.02)
+    under_way, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hold_up(*_: object) -> None:
+        if threading.current_thread().name == "lease" and not under_way.is_set():
+            under_way.set()
+            assert go_on.wait(30)
+
+    class Slow(LeaseLock):
+        def _renew(self, engine: Engine, released: threading.Event) -> None:
+            event.listen(engine, "before_cursor_execute", hold_up)
+            super()._renew(engine, released)
+            event.remove(engine, "before_cursor_execute", hold_up)
+            ended.set()
+
+    lock, other = Slow(parsed(ledger.db.url)), LeaseLock(parsed(ledger.db.url))
+    assert lock.try_take()
+    assert under_way.wait(30)
+    lock.release()
+    go_on.set()
+    assert ended.wait(30)
+    assert other.try_take()
+    other.release()
 
 
 def asked(step: int) -> DispatchRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,6 +41,7 @@ from eval_service.gc.plan import Deletion, SnapshotRow, plan_deletions
 from eval_service.ledger.bounds import Bounds
 from eval_service.objects.cache import NodeCache
 from eval_service.objects.config import ObjectsConfig
+from eval_service.objects.deleting import DELETE_S, wait_unmarked
 from eval_service.objects.places import Places
 from eval_service.objects.store import ObjectStore, Until
 from eval_service.objects.upload import upload
@@ -271,7 +273,7 @@ def test_a_fetch_that_was_killed_is_swept_and_begun_anew(shop: Shop, published: 
         "    def chunks(self, url, size_bytes, until):\n"
         "        yield from super().chunks(url, size_bytes, until)\n"
         "        if url.endswith('safetensors'):\n"
-        "            print('fetching', flush=True)\n"
+        "            os.write(1, b'fetching\\n')\n"
         "            time.sleep(60)\n"
         f"store = Slow(ObjectsConfig(prefixes=({shop.prefix!r},)))\n"
         f"NodeCache(Path({str(shop.root / 'cache')!r}), 10**9, store).hold({there.url!r}, None, Until.after(60))\n"
@@ -293,6 +295,30 @@ def test_a_fetch_that_was_killed_is_swept_and_begun_anew(shop: Shop, published: 
     (cache.directory / key).rename(cache.directory / f"{key}.part-1")  # as another would have left it
     cache.hold(there.url, published.manifest.digest, soon()).release()
     assert not list(cache.directory.glob("*.part-*"))
+
+
+def test_a_process_ends_though_a_fetch_of_its_own_hangs(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    code = (
+        "import threading\n"
+        "from pathlib import Path\n"
+        "from eval_service.objects.cache import NodeCache\n"
+        "from eval_service.objects.config import ObjectsConfig\n"
+        "from eval_service.objects.store import ObjectStore, Until\n"
+        "fetching = threading.Event()\n"
+        "class Hangs(ObjectStore):\n"
+        "    def chunks(self, url, size_bytes, until):\n"
+        "        if url.endswith('safetensors'):\n"
+        "            fetching.set()\n"
+        "            threading.Event().wait()\n"
+        "        yield from super().chunks(url, size_bytes, until)\n"
+        f"store = Hangs(ObjectsConfig(prefixes=({shop.prefix!r},)))\n"
+        f"cache = NodeCache(Path({str(shop.root / 'cache')!r}), 10**9, store)\n"
+        f"hold = lambda: cache.hold({there.url!r}, None, Until.after(60))\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+        "assert fetching.wait(60)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 # --- the bound
@@ -487,6 +513,76 @@ def test_what_was_dispatched_again_meanwhile_is_put_back(shop: Shop, published: 
     cache_of(shop).hold(there.url, published.manifest.digest, soon()).release()
 
 
+@pytest.mark.parametrize("begun", ["before its first object", "before its manifest", "before its marker"])
+def test_what_is_uploaded_anew_while_the_old_export_is_deleted_is_whole(
+    shop: Shop, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str
+) -> None:
+    """Users see `snapshot_altered` for an export that was whole when its trainer wrote it."""
+    old = upload(published.path, shop.prefix, store=shop)
+    anew = publish(tiny(), tmp_path / "again", shards=2)
+    assert (anew.manifest.digest, anew.manifest.nonce != old.manifest.nonce) == (old.manifest.digest, True)
+    deleting, on, ended, puts = threading.Event(), threading.Event(), threading.Event(), shop.put
+
+    def confirm() -> bool:
+        deleting.set()
+        assert on.wait(WAIT_S)
+        return True
+
+    def delete() -> None:
+        collect_objects(deletion_of(old), shop, confirm, lambda: None)
+        ended.set()
+
+    deleter = threading.Thread(target=delete)
+
+    def put(url: str, data: bytes, until: Until) -> None:
+        """The old one's deletion goes on, or ends, at some moment of the upload."""
+        mine = threading.current_thread() is not deleter
+        if mine and begun == "before its manifest" and url.endswith(names.MANIFEST):
+            on.set()
+            assert ended.wait(WAIT_S)
+        puts(url, data, until)
+        if mine and url.endswith(names.COMPLETE):
+            on.set()
+
+    monkeypatch.setattr(shop, "put", put)
+    monkeypatch.setattr(shop, "sleep", lambda seconds: on.set())  # it waits for the mark to go
+    if begun == "before its first object":
+        deleter.start()
+        assert deleting.wait(WAIT_S)
+    else:  # it looks for the mark just before that is written
+        (local(old.url) / names.COMPLETE).unlink()  # as an earlier deletion, which was cut short, has left it
+        monkeypatch.setattr("eval_service.objects.upload.wait_unmarked", begin(deleter, deleting))
+    there = upload(anew.path, shop.prefix, store=shop)
+    deleter.join(WAIT_S)
+    assert there.url == old.url
+    assert not there.reused
+    cache_of(shop).hold(there.url, there.manifest.digest, soon()).release()
+
+
+def begin(deleter: threading.Thread, deleting: threading.Event) -> Callable[..., None]:
+    """A look for the mark; the first one sees none, and then the deletion begins."""
+
+    def look(*arguments: Any) -> None:
+        if deleter.ident is not None:
+            wait_unmarked(*arguments)
+            return
+        deleter.start()
+        assert deleting.wait(WAIT_S)
+
+    return look
+
+
+def test_a_mark_of_a_deletion_that_was_killed_holds_nobody_up_for_ever(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    mark = local(there.url) / ".deleting"
+    mark.write_text(str(time.time()))
+    with pytest.raises(StoreUnavailable, match="being deleted"):
+        upload(published.path, shop.prefix, store=shop, timeout_s=0.1)
+    for stale in (str(time.time() - DELETE_S - 1), "none of ours"):
+        mark.write_text(stale)
+        assert upload(published.path, shop.prefix, store=shop).reused
+
+
 @pytest.mark.parametrize(
     ("changes", "field_"),
     [
@@ -526,6 +622,34 @@ def test_credentials_that_may_not_read_are_no_word_that_it_is_gone(
     with pytest.raises(Refused, match="AccessDenied"):
         collect_objects(deletion_of(there), shop, confirm, confirm)
     assert confirmed == []
+
+
+@pytest.mark.parametrize("call", ["rm_file", "pipe_file"])
+def test_credentials_that_may_read_and_not_change_leave_the_snapshot_to_others(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+
+    def denied(*_: Any, **__: Any) -> Any:
+        raise PermissionError("AccessDenied")
+
+    told: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(f"fsspec.implementations.local.LocalFileSystem.{call}", denied)
+        with pytest.raises(Refused, match="AccessDenied"):
+            collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("gone"))
+    assert told == []
+    assert upload(published.path, shop.prefix, store=shop, timeout_s=WAIT_S).reused
+    cache_of(shop).hold(there.url, published.manifest.digest, soon()).release()
+
+
+def test_a_bucket_that_is_gone_is_a_snapshot_that_is_gone(shop: Shop, published: Published) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    shutil.rmtree(shop.root / "bucket")
+    told: list[str] = []
+    assert collect_objects(deletion_of(there), shop, lambda: True, lambda: told.append("gone")).freed_bytes == 0
+    assert told == ["gone"]
+    assert not (shop.root / "bucket").exists()
 
 
 def test_a_directory_that_is_not_whole_is_not_uploaded(shop: Shop, published: Published) -> None:
