@@ -30,7 +30,7 @@ from benchmarks.samples_memory import point
 from eval_service.contract.client import EvalClient
 from eval_service.contract.states import ENDS, PointState
 from eval_service.contract.wire import DispatchRequest, EngineState, Kind, PointView, RunSpec, Source
-from eval_service.demo.processes import Family
+from eval_service.demo.processes import Family, terminable
 from eval_service.demo.service import HOST, free_port, wait_ready
 from eval_service.engine.grades import cuda_available
 from eval_service.engine.pin import SystemClock
@@ -338,7 +338,8 @@ def main() -> int:
         if getattr(given, name) is None:
             setattr(given, name, quick if given.quick else full)
     given.concurrency = given.concurrency or (256 if cuda_available() else 32)
-    return measure(given).show(as_json=given.json)
+    with terminable():
+        return measure(given).show(as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.stocked import SUITE, Stock
 from eval_service.chaos.snapshots import write_base
 from eval_service.chaos.victims import Part, Victims
 from eval_service.contract.client import EvalClient
-from eval_service.demo.processes import Child, Family
+from eval_service.demo.processes import Child, Family, terminable
 from eval_service.demo.service import HOST, free_port, wait_engines, wait_ready
 from eval_service.ledger.database import CONTROLLER_AT, Database
 
@@ -362,7 +362,8 @@ def measure(*, quick: bool) -> Report:
 def main() -> int:
     """Measure and print; 1 where a target was missed."""
     given = arguments(__doc__ or "").parse_args()
-    return measure(quick=given.quick).show(as_json=given.json)
+    with terminable():
+        return measure(quick=given.quick).show(as_json=given.json)
 
 
 _DEATHS = {"kill": 5.0, "hang": 10.0}

@@ -21,7 +21,7 @@ from eval_service.chaos.world import World, known_prompts
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError
 from eval_service.contract.wire import RunSpec
-from eval_service.demo.processes import Family
+from eval_service.demo.processes import Family, terminable
 from eval_service.demo.service import free_port
 from eval_service.scratch import Kind, Scratch
 
@@ -145,7 +145,7 @@ def started(world: World, engines: int, runs: Sequence[str], say: Say) -> Iterat
     watch = Watch(world.ledger, service.url, RunSpec(root=str(world.root), suites=("side",), max_in_flight=1_000_000))
     trainers = Trainers(world, family, runs, say)
     try:
-        with EvalClient(service.url, timeout_s=5.0) as client:
+        with terminable(), EvalClient(service.url, timeout_s=5.0) as client:
             say(f"starting the service and {engines} engines on port {service.port}")
             service.start(client)
             records = Records(world.ledger)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,20 @@ class DemoError(EvalfleetError):
     """The demo could not go on; the message says where, and carries the end of the log."""
 
     code = "demo_failed"
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: by way of every `finally`, so that what was started is ended too."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(slots=True)

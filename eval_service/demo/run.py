@@ -27,7 +27,7 @@ from eval_service.demo.follow import Follower
 from eval_service.demo.kill import EngineKiller, Kill, proof
 from eval_service.demo.plan import RUN, DemoOptions, Plan
 from eval_service.demo.plots import series_of, write_html, write_png
-from eval_service.demo.processes import Child, DemoError, Family
+from eval_service.demo.processes import Child, DemoError, Family, terminable
 from eval_service.demo.workspace import Workspace, fresh
 
 READY_TIMEOUT_S = 120.0
@@ -74,7 +74,7 @@ def run_demo(options: DemoOptions, plan: Plan | None = None) -> int:
         ConfigError: the output directory is not one that may be written to.
         DemoError: a part could not start, or failed; everything is ended all the same.
     """
-    with fresh(options.out) as workspace, _terminable():
+    with fresh(options.out) as workspace, terminable():
         return Demo(options, plan or Plan(), workspace).run()
 
 
@@ -229,17 +229,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: by way of every `finally`."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eval_service.demo.processes import DemoError, Family
@@ -48,6 +49,31 @@ def test_a_grandchild_in_its_own_session_is_found_and_ended(
     assert [entry.split()[0] for entry in left] == [str(grandchild)]
     assert not family.owns(grandchild)
     assert family.members() == []
+
+
+def test_a_program_that_is_told_to_end_ends_what_it_started(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"""
+import pathlib
+from eval_service.demo.processes import Family, terminable
+family, here = Family(), pathlib.Path({str(tmp_path)!r})
+try:
+    with terminable():
+        child = family.start("a sleeper", ["deaf"], log=here / "deaf.log", cwd=here)
+        while not (here / "deaf.log").read_text():
+            child.wait(0.02)
+        print(child.process.pid, flush=True)
+        child.wait(600)
+finally:
+    family.end(grace_s=0.2, linger_s=0.2)
+"""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    sleeper = started(family, tmp_path, monkeypatch, source)
+    family.children[0].process.terminate()
+    assert family.children[0].wait(60)
+    assert not psutil.pid_exists(sleeper)
 
 
 def test_a_child_that_ignores_sigterm_is_killed_and_named(
