@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -115,11 +115,9 @@ def _keys() -> Iterator[socket.socket]:
     reads.setblocking(False)
     writes.setblocking(False)
 
-    def resized(*_: Any) -> None:
-        with contextlib.suppress(BlockingIOError):
-            writes.send(b"r")
-
-    handler = signal.signal(signal.SIGWINCH, resized)
+    # Written to by C at once: a handler in Python would run after the wait that it is to end, if it came just before.
+    woken = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    handler = signal.signal(signal.SIGWINCH, lambda *_: None)
     try:
         tty.setcbreak(stdin)
         with contextlib.suppress(KeyboardInterrupt):
@@ -127,5 +125,6 @@ def _keys() -> Iterator[socket.socket]:
     finally:
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
         signal.signal(signal.SIGWINCH, handler)
+        signal.set_wakeup_fd(woken)
         reads.close()
         writes.close()
