@@ -26,6 +26,8 @@ MAX_LOG_BYTES = 16 << 20  # of one engine's log; what came before is kept once, 
 MAX_LOGS = 40  # of former engines, in one directory
 _STOP_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 20.0
+_SOCKET_PATH_BYTES = 107  # the most that Linux takes
+_SOCKET_NAME = "/tmp01234567"  # as SGLang's are called, in its place for temporary files
 
 
 def prune_logs(directory: Path) -> None:
@@ -38,6 +40,17 @@ def prune_logs(directory: Path) -> None:
 
     for path in sorted(directory.glob("engine-*.log*"), key=age)[MAX_LOGS:]:
         path.unlink(missing_ok=True)
+
+
+def _scratch() -> Scratch:
+    """Where a server's temporary files and sockets are to lie."""
+    made = Scratch.make(Kind.ENGINE)
+    over = len(os.fsencode(made.path)) + len(_SOCKET_NAME) - _SOCKET_PATH_BYTES
+    if over <= 0:
+        return made
+    made.remove()
+    where = made.path.parent
+    raise BootFailed(f"TMPDIR: {where} is {over} bytes too long for the server's sockets: set a shorter one")
 
 
 class ServerProcess:
@@ -59,11 +72,11 @@ class ServerProcess:
         """Start a supervisor and, through it, the server; return once the server's process is there.
 
         Raises:
-            BootFailed: the supervisor ended before it told of a server.
+            BootFailed: the supervisor ended before it told of a server, or no socket of the server's could be named.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         prune_logs(log.parent)
-        scratch = Scratch.make(Kind.ENGINE)
+        scratch = _scratch()
         collect()
         program = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own needs a child watcher, which Serve's loops lack
             [sys.executable, "-I", "-S", supervisor.__file__],  # alone: it imports nothing that has to be found

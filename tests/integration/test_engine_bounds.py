@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from eval_service.engine import process
+from eval_service.engine.errors import BootFailed
 from eval_service.engine.grades import ServerPlan
 from eval_service.engine.process import ServerProcess
 from eval_service.suites.scoring import ScorerPool
@@ -47,6 +49,18 @@ def test_the_log_of_an_engine_that_writes_without_end_stays_bounded(
             await server.stop()
 
     asyncio.run(body())
+
+
+def test_a_place_for_temporary_files_whose_name_leaves_sockets_no_room_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would end with a line about a socket's path in its log alone."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(BootFailed, match=r"TMPDIR: .*x is \d+ bytes too long for the server's sockets"):
+        asyncio.run(ServerProcess.start(_plan(""), log=tmp_path / "engine.log"))
+    assert not list(long.iterdir())
 
 
 def test_of_former_engines_logs_the_newest_are_kept(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -33,12 +34,20 @@ def model(tmp_path: Path) -> TinyModel:
     return make_model(tmp_path / "boot", seed=0)
 
 
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Scratch space of its own, by a short name: any engine that starts on this host collects what nobody holds."""
+    with tempfile.TemporaryDirectory(prefix="e-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
 @contextmanager
-def replica(model: TinyModel, grade: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def replica(
+    model: TinyModel, grade: str, place: Path, log: Path
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A replica as a process of its own, and its first report of a ready engine."""
     command = [sys.executable, "-m", "tests.support.engine_replica", str(model.path), grade, str(log)]
-    # Scratch space of the test's own: any engine that starts on this host collects what nobody holds.
-    env = {**os.environ, "TMPDIR": str(log.parent)}
+    env = {**os.environ, "TMPDIR": str(place)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None
@@ -76,8 +85,8 @@ async def ready(link: TestLink, *, after: EngineReport | None = None) -> EngineR
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("grade", GRADES)
-def test_a_replica_killed_takes_its_server_with_it(model: TinyModel, grade: str, tmp_path: Path) -> None:
-    with replica(model, grade, tmp_path / "engine.log") as (process, report):
+def test_a_replica_killed_takes_its_server_with_it(model: TinyModel, grade: str, place: Path, tmp_path: Path) -> None:
+    with replica(model, grade, place, tmp_path / "engine.log") as (process, report):
         family = [*tree(process.pid), *tree(report["supervisor_pid"])]
         assert report["server_pid"] in {member.pid for member in family}
         scratch = Path(psutil.Process(report["server_pid"]).cwd())
@@ -87,9 +96,9 @@ def test_a_replica_killed_takes_its_server_with_it(model: TinyModel, grade: str,
 
 
 def test_a_replica_and_its_supervisor_killed_together_take_the_server_with_them(
-    model: TinyModel, tmp_path: Path
+    model: TinyModel, place: Path, tmp_path: Path
 ) -> None:
-    with replica(model, "fake", tmp_path / "engine.log") as (process, report):
+    with replica(model, "fake", place, tmp_path / "engine.log") as (process, report):
         family = [*tree(process.pid), *tree(report["supervisor_pid"])]
         scratch = Path(psutil.Process(report["server_pid"]).cwd())
         os.kill(process.pid, signal.SIGSTOP)
@@ -97,7 +106,7 @@ def test_a_replica_and_its_supervisor_killed_together_take_the_server_with_them(
         process.kill()
         assert_gone(family)
         assert scratch.exists(), "nobody was left to remove it"
-        with replica(model, "fake", tmp_path / "engine.log") as (_, later):
+        with replica(model, "fake", place, tmp_path / "engine.log") as (_, later):
             assert not scratch.exists(), "the next start on the node did"
             assert Path(psutil.Process(later["server_pid"]).cwd()).exists()
 
