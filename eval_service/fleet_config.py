@@ -47,7 +47,7 @@ class ServiceConfig(Section):
     scan_interval_s: float = Field(default=30.0, gt=0, description="of the runs' roots, for what nobody POSTed")
     visibility_timeout_s: float = Field(default=60.0, ge=0, description="how long a shared file system may hide files")
     reservation_timeout_s: float = Field(default=1800.0, gt=0)
-    controller_grace_s: float = Field(default=1.0, gt=0, description="between giving a controller up and killing it")
+    controller_grace_s: float = Field(default=1.5, gt=0, description="between giving a controller up and killing it")
     leftover_idle_s: float = Field(default=3600.0, gt=0, description="what is half written and that old is dead")
     point_timeout_s: float = Field(default=3600.0, gt=0, description="from queued to its end; then `failed: deadline`")
     pin_timeout_s: float = Field(default=300.0, gt=0)

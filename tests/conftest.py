@@ -40,7 +40,7 @@ def trainer_zygote() -> Iterator[Zygote]:
 def postgres_server() -> Iterator[postgres.Server]:
     """A PostgreSQL of the session's own."""
     if postgres.programs() is None:
-        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
+        pytest.skip(postgres.MISSING)
     with postgres.server() as running:
         yield running
 

@@ -16,11 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks and wait; a signal's number is told as a shell tells it, 128 + n."""
-    args = run.parse_args(list(sys.argv[1:] if argv is None else argv))  # type: ignore[no-untyped-call]  # as torch
+    args = run.parse_args(list(sys.argv[1:] if argv is None else argv))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as directory:  # torchrun would make it, and leave it
             args.log_dir = args.log_dir or directory
-            run.run(args)  # type: ignore[no-untyped-call]  # as torch
+            run.run(args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except ChildFailedError as exc:
         code = exc.get_first_failure()[1].exitcode
         return code if code >= 0 else 128 - code

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import process, telling_process
+from eval_service.demo.service import free_port
 
 _START_S = 60.0
 
@@ -41,7 +42,7 @@ def ours(urls: Sequence[str], in_flight: int, scratch: Path) -> Iterator[Peer]:
 @contextmanager
 def forwarder(urls: Sequence[str], in_flight: int, scratch: Path) -> Iterator[Peer]:
     """FastAPI and httpx, with as many connections as there may be requests."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "benchmarks.peers.forwarder", str(port), str(in_flight), *urls]
     with _listening(command, port, scratch / "forwarder.log") as peer:
         yield peer
@@ -54,7 +55,7 @@ def nginx(urls: Sequence[str], in_flight: int, scratch: Path) -> Iterator[Peer |
     if program is None:
         yield None
         return
-    port = _free_port()
+    port = free_port()
     servers = "".join(f"server {url.removeprefix('http://')};" for url in urls)
     (scratch / "nginx.conf").write_text(
         f"daemon off; worker_processes auto; pid {scratch}/nginx.pid; error_log {scratch}/nginx.log;\n"
@@ -79,7 +80,7 @@ def sglang_router(
     if python == sys.executable and importlib.util.find_spec("sglang_router") is None:
         yield None
         return
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker-urls", *urls, "--policy", "round_robin", "--prometheus-port", str(metrics)]
     command += ["--max-concurrent-requests", str(4 * in_flight), "--log-level", "error"]
@@ -90,7 +91,7 @@ def sglang_router(
 @contextmanager
 def given(path: str, urls: Sequence[str], scratch: Path) -> Iterator[Peer]:
     """A program of the user's: called with a port and the engines' URLs, it forwards until it is ended."""
-    port = _free_port()
+    port = free_port()
     with _listening([path, str(port), *urls], port, scratch / "peer.log") as peer:
         yield peer
 
@@ -112,9 +113,3 @@ def _accepts(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

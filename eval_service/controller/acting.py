@@ -113,8 +113,8 @@ class Acting:
             on_change=wake,
             clock=clock,
         )
-        checked = (ledger, wake, self._places, parts.database.clock)
-        self._admissions = Admissions(self._service, moves, *checked, settled=self._settled)
+        now = parts.database.clock
+        self._admissions = Admissions(self._service, moves, ledger, wake, self._places, now, settled=self._settled)
         logs = self._service.state_dir / "logs"
         self._functions = functions_among(parts.suites, moves, ledger, logs, clock, self._places)
         start_s = eval_group.start_timeout_s
@@ -255,7 +255,7 @@ class Acting:
 
     async def _look_at_time(self) -> None:
         """The next look is late where it would find nothing; what is written by then comes to be known by itself."""
-        if not self._autoscaled and not await self._ledger(self._moves.time_matters):
+        if self.idle and not self._autoscaled and not await self._ledger(self._moves.time_matters):
             self._look_at = self._clock() + IDLE_TIME_S
 
     async def _lease(self) -> None:

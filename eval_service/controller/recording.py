@@ -97,7 +97,8 @@ class Recorder:
     async def _changed(self) -> list[tuple[Source, str | None]]:
         """The suite's files that hold something else by now; none where their storage does not answer in time."""
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self.threads.run(lambda: changed(self.suite.sources)), LOOK_S)
+            async with asyncio.timeout(LOOK_S):  # wait_for would lose a cancellation that comes with the answer
+                return await self.threads.run(lambda: changed(self.suite.sources))
         return []
 
     async def _scored(self, answers: Sequence[Answered], version: str) -> list[SampleView]:

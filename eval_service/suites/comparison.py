@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,7 @@ def compare(a: Side, b: Side, *, direction: Direction, dataset: str | None = Non
             only_a=int((told.has_a & ~told.has_b).sum()),
             only_b=int((told.has_b & ~told.has_a).sum()),
             neither=_neither((of_a, of_b), dataset, told.has_a | told.has_b),
-            difference=told.found.difference,
-            stderr=told.found.stderr,
-            low=told.found.low,
-            high=told.found.high,
-            p_value=told.found.p_value,
-            method=told.found.method,
+            **asdict(told.found),
             verdict=told.verdict,
             improved=told.improved,
             worsened=told.worsened,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
@@ -122,12 +122,7 @@ def _beside(pair: Pair, direction: Direction, read: _Read) -> Beside:
     found = Beside(
         point=a.point,
         step=a.step,
-        difference=told.found.difference,
-        stderr=told.found.stderr,
-        low=told.found.low,
-        high=told.found.high,
-        p_value=told.found.p_value,
-        method=told.found.method,
+        **asdict(told.found),
         verdict=told.verdict,
         prompts=told.prompts,
         improved=told.improved,

@@ -141,7 +141,7 @@ def start_training(work: Path, plan: dict[str, Any], *settings: str, name: str) 
 
 
 def figures_of(client: Any, work: Path, port: int, clock: Clock, plan: dict[str, Any]) -> dict[str, Any]:
-    log = [json.loads(line) for line in (work / "train" / "steps.jsonl").read_text().splitlines()]
+    log = events_of(work, "train")
     points = [point.model_dump(mode="json") for point in client.points(run=RUN).points]
     keys = ("step", "kind", "force", "state", "reason", "detail", "score", "stderr", "lag_steps", "pin_proof")
     asked = ["--metric", "exact_match", "--threshold", "0.6", "--expect-points", str(plan["points"] + 1)]

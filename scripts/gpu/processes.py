@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from eval_service import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = {
@@ -133,6 +134,4 @@ def versions() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return ports.free_port("127.0.0.1")

@@ -240,7 +240,7 @@ def whole(live: Live, run: str, steps: int) -> None:
 @pytest.fixture
 def lossy(remote: Remote | None) -> Remote:
     if remote is None:
-        pytest.skip("no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)")
+        pytest.skip(postgres.MISSING)
     return remote
 
 

@@ -42,6 +42,9 @@ _EMPTY = "; ".join(
 )
 
 
+MISSING = "no PostgreSQL server is installed here (no initdb on PATH or under /usr/lib/postgresql)"
+
+
 def programs() -> Path | None:
     """The directory of `initdb` and `postgres`; None where there is none."""
     if (found := shutil.which("initdb")) is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from eval_service.ports import free_port
 
 TIMEOUT_S = 240.0  # the first case waits for the imports
 
@@ -60,9 +61,7 @@ class RankPair:
 
     def run(self, case: Case) -> list[Found]:
         """What each rank found, by rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port("127.0.0.1"))
         for rank, process in enumerate(self._processes):
             env = {"MASTER_PORT": port, **(case.env if rank else {})}
             assert process.stdin is not None

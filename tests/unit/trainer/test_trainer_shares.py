@@ -38,9 +38,9 @@ def test_copies_are_made_in_the_same_memory_each_time_and_are_what_the_tensors_w
     copies.reserve([400, 4, 100])
     reserved = copies.size_bytes
     for value in (1.0, 2.0):
-        held = {"a": [_whole("a", torch.full((100,), value))], "b": {"c": _whole("c", torch.full((1,), value))}}
-        taken = copies.of(held)
-        held["a"][0].data.zero_()  # type: ignore[index]
+        tensor = torch.full((100,), value)
+        taken = copies.of({"a": [_whole("a", tensor)], "b": {"c": _whole("c", torch.full((1,), value))}})
+        tensor.zero_()
         assert taken["a"][0].data.tolist() == [value] * 100
         assert taken["b"]["c"].data.tolist() == [value]
     assert copies.size_bytes == reserved
