@@ -42,12 +42,16 @@ class Follower:
             DemoError: trainer or service failed, or the time is up.
         """
         deadline = time.monotonic() + timeout_s
-        while not trainer.wait(LOOK_S):
-            alive.must_run()
+        try:
+            while not trainer.wait(LOOK_S):
+                alive.must_run()
+                self.look()
+                if time.monotonic() > deadline:
+                    raise DemoError(f"{trainer.name} has not ended after {timeout_s:.0f} s; it said:\n{trainer.tail()}")
             self.look()
-            if time.monotonic() > deadline:
-                raise DemoError(f"{trainer.name} has not ended after {timeout_s:.0f} s; it said:\n{trainer.tail()}")
-        self.look()
+        finally:
+            if self.killer is not None:
+                self.killer.let_go()
         if trainer.process.returncode != 0:
             trainer.must_run()
 
@@ -60,7 +64,7 @@ class Follower:
                 self.say(point_line(point))
         self.advance(sum(point.state in ENDS for point in points), self.planned)
         if self.killer is not None:
-            kill = self.killer.consider(points, lambda: service.engines(self.client), self._state)
+            kill = self.killer.consider(points, lambda: service.fleet(self.client), self._state)
             if kill is not None:
                 self.say(
                     f"killed engine {kill.engine} (pid {kill.pid}) with {kill.in_flight} requests of step "

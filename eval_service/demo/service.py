@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from eval_service import ports
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, Unavailable
-from eval_service.contract.wire import EngineState, EngineView
+from eval_service.contract.wire import EngineState, EngineView, FleetView
 from eval_service.demo.processes import Child, DemoError, Family
 from eval_service.demo.workspace import Workspace
 from eval_service.fleet_config import EVAL_GROUP
@@ -60,13 +60,17 @@ def wait_engines(
     _wait(child, enough, timeout_s, f"{count} engines are not ready")
 
 
+def fleet(client: EvalClient) -> FleetView | None:
+    """The fleet as last seen; None while the service can't say."""
+    with suppress(EvalfleetError):
+        return client.fleet()
+    return None
+
+
 def engines(client: EvalClient) -> list[EngineView]:
     """The eval group's engines as last seen; none while the service can't say."""
-    try:
-        fleet = client.fleet()
-    except EvalfleetError:
-        return []
-    return [engine for group in fleet.groups if group.name == EVAL_GROUP for engine in group.engines]
+    groups = view.groups if (view := fleet(client)) else ()
+    return [engine for group in groups if group.name == EVAL_GROUP for engine in group.engines]
 
 
 def port_of(url: str) -> int | None:

@@ -5,72 +5,139 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+import pytest
+
 from eval_service.contract.states import PointState
-from eval_service.contract.wire import EngineState, EngineView, PointView
-from eval_service.demo.kill import EngineKiller, proof
+from eval_service.contract.wire import EngineState, EngineView, FleetView, GroupView, PointView
+from eval_service.demo.kill import STOPPED_S, EngineKiller, proof
 from tests.support.views import engine, point, sample
 
 DONE = [point(0, 0.0), point(25, 0.1), point(50, 0.1)]
 RUNNING = point(100, state=PointState.RUNNING)
+OVER = point(100, 0.5)
 BUSY = engine("eval-1", point=RUNNING.id, in_flight=5)
+IDLE = engine("eval-1", point=RUNNING.id, in_flight=0)
 OTHER = engine("eval-2", server_pid=4343)
+STOP, KILL, CONTINUE = (4242, signal.SIGSTOP), (4242, signal.SIGKILL), (4242, signal.SIGCONT)
 
 
-class Signals(list[tuple[int, int]]):
-    """Records what would have been sent."""
+class Stage:
+    """A killer, its clock, what it sees, and the signals that it would have sent."""
 
-    def __call__(self, pid: int, number: int) -> None:
-        self.append((pid, number))
+    def __init__(self, *, owns: bool = True) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.now = 100.0
+        self.killer = EngineKiller(
+            owns=lambda _: owns,
+            clock=lambda: self.now,
+            signal_process=lambda pid, number: self.sent.append((pid, number)),
+        )
+
+    def look(
+        self, engines: Sequence[EngineView], points: Sequence[PointView] = (*DONE, RUNNING), *, age_s: float = 0.0
+    ) -> None:
+        group = GroupView(name="eval", kind="pinned", grade="fake", desired=2, ready=2, engines=tuple(engines))
+        view = FleetView(groups=(group,), seen_at=self.now - age_s)
+        self.killer.consider(points, lambda: view, lambda _: "running")
+        self.now += 1.0
 
 
-def considered(
-    points: Sequence[PointView], engines: Sequence[EngineView], *, owns: bool = True
-) -> tuple[EngineKiller, Signals]:
-    signals = Signals()
-    killer = EngineKiller(owns=lambda _: owns, clock=lambda: 7.0, signal_process=signals)
-    killer.consider(points, lambda: list(engines), lambda _: "running")
-    return killer, signals
+def test_an_engine_is_stopped_and_killed_once_it_is_seen_with_requests_in_flight() -> None:
+    stage = Stage()
+    stage.look([OTHER, BUSY])
+    assert stage.sent == [STOP]
+    stage.look([OTHER, BUSY])
+    assert stage.sent == [STOP, KILL]
+    assert stage.killer.kill is not None
+    assert (stage.killer.kill.engine, stage.killer.kill.step, stage.killer.kill.in_flight) == ("eval-1", 100, 5)
 
 
-def test_an_engine_with_requests_in_flight_is_killed() -> None:
-    killer, signals = considered([*DONE, RUNNING], [OTHER, BUSY])
-    assert signals == [(4242, signal.SIGKILL)]
-    assert killer.kill is not None
-    assert (killer.kill.engine, killer.kill.step, killer.kill.in_flight) == ("eval-1", 100, 5)
+def test_a_point_too_short_for_the_view_to_show_is_caught() -> None:
+    """The view is from before the point, as it always is where a point takes less than the view's second."""
+    stage = Stage()
+    stage.look([engine("eval-1"), OTHER], age_s=0.9)
+    assert stage.sent == [STOP]
+    stage.look([BUSY, OTHER], age_s=1.0)
+    assert stage.sent == [STOP], "a view from before the stop says nothing of it"
+    stage.look([BUSY, OTHER], age_s=0.2)
+    assert stage.sent == [STOP, KILL]
 
 
 def test_it_is_killed_once() -> None:
-    killer, signals = considered([*DONE, RUNNING], [OTHER, BUSY])
-    killer.consider([*DONE, RUNNING], lambda: [OTHER, BUSY], lambda _: "running")
-    assert len(signals) == 1
+    stage = Stage()
+    for _ in range(5):
+        stage.look([OTHER, BUSY])
+    assert stage.sent == [STOP, KILL]
+
+
+@pytest.mark.parametrize(
+    ("engines", "points"),
+    [
+        pytest.param([OTHER, IDLE], [*DONE, RUNNING], id="it has nothing in flight"),
+        pytest.param([OTHER, engine("eval-1", in_flight=5)], [*DONE, RUNNING], id="it is not the point's"),
+        pytest.param([OTHER], [*DONE, RUNNING], id="it is gone"),
+        pytest.param([OTHER, BUSY], [*DONE, OVER], id="the point is over"),
+    ],
+)
+def test_what_was_stopped_in_vain_goes_on_and_the_next_point_is_tried(
+    engines: Sequence[EngineView], points: Sequence[PointView]
+) -> None:
+    stage = Stage()
+    stage.look([OTHER, BUSY])
+    stage.look(engines, points)
+    assert stage.sent == [STOP, CONTINUE]
+    stage.look([OTHER, BUSY])
+    stage.look([OTHER, BUSY])
+    assert stage.sent == [STOP, CONTINUE, STOP, KILL]
+
+
+def test_it_is_not_stopped_for_long_where_the_view_is_not_written() -> None:
+    stage = Stage()
+    stage.look([OTHER, BUSY])
+    stage.now += STOPPED_S
+    stage.look([OTHER, BUSY], age_s=60.0)
+    assert stage.sent == [STOP, CONTINUE]
+
+
+def test_an_engine_that_is_stopped_goes_on_when_the_watching_ends() -> None:
+    stage = Stage()
+    stage.look([OTHER, BUSY])
+    stage.killer.let_go()
+    stage.killer.let_go()
+    assert stage.sent == [STOP, CONTINUE]
 
 
 def test_not_before_three_points_are_done() -> None:
-    assert considered([*DONE[1:], RUNNING], [OTHER, BUSY])[1] == []
+    stage = Stage()
+    stage.look([OTHER, BUSY], [*DONE[1:], RUNNING])
+    assert stage.sent == []
 
 
 def test_not_while_no_point_is_running() -> None:
-    assert considered([*DONE, point(100, state=PointState.PINNING)], [OTHER, BUSY])[1] == []
-
-
-def test_not_an_idle_engine() -> None:
-    assert considered([*DONE, RUNNING], [OTHER, engine("eval-1", point=RUNNING.id, in_flight=0)])[1] == []
+    stage = Stage()
+    stage.look([OTHER, BUSY], [*DONE, point(100, state=PointState.PINNING)])
+    assert stage.sent == []
 
 
 def test_not_the_last_engine_that_is_ready() -> None:
-    starting = engine("eval-2", state=EngineState.STARTING)
-    assert considered([*DONE, RUNNING], [starting, BUSY])[1] == []
+    stage = Stage()
+    stage.look([engine("eval-2", state=EngineState.STARTING), BUSY])
+    assert stage.sent == []
 
 
 def test_never_a_process_that_is_not_the_demos() -> None:
-    assert considered([*DONE, RUNNING], [OTHER, BUSY], owns=False)[1] == []
+    stage = Stage(owns=False)
+    stage.look([OTHER, BUSY])
+    assert stage.sent == []
 
 
 def test_the_proof_counts_samples_by_engine() -> None:
-    killer, _ = considered([*DONE, RUNNING], [OTHER, BUSY])
-    assert killer.kill is not None
+    stage = Stage()
+    stage.look([OTHER, BUSY])
+    stage.look([OTHER, BUSY])
+    assert stage.killer.kill is not None
     samples = [sample(0), sample(1, engine="eval-2"), sample(2, engine="eval-2")]
-    shown = proof(killer.kill, point(100, 0.5, attempts=2), samples, expected=3)
+    shown = proof(stage.killer.kill, point(100, 0.5, attempts=2), samples, expected=3)
     assert shown["samples_by_engine"] == {"eval-1": 1, "eval-2": 2}
     assert shown["samples_from_others"] == 2
     assert (shown["samples"], shown["samples_expected"], shown["attempts"]) == (3, 3, 2)
