@@ -181,6 +181,8 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
 
     # A controller that hangs holds the lock; a graceful stop would only wait for it. Serve reads this where it runs.
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
+    # Ray asks a process to end 5 s before it kills it; one that hangs keeps its successor waiting for all of them.
+    os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "500")
     # Who decides and who answers is not background work: on a busy host it would be taken for hung. Engines are, see
     # `EngineDeployment`.
     os.environ.setdefault("RAY_worker_niceness", "0")
