@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+PIECE_BYTES = 16 << 20
 _WORTH_THREADS_BYTES = 16 << 20
 
 
@@ -55,12 +57,17 @@ class HostBuffer:
         """Bring what was copied to the host; `views` hold it then. Runs behind, beside training."""
         if self._near is None:
             return
-        if not self.on_gpu:
-            self.flat.copy_(self._near)
-            return
-        with torch.cuda.device(self._near.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            self.flat.copy_(self._near, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+        # Piece by piece: what a step brings to the host itself, a loss or a norm, waits for the copies asked for before
+        # it, whatever their stream.
+        piece = max(1, PIECE_BYTES // self.flat.element_size())
+        with ExitStack() as stack:
+            if self.on_gpu:
+                stack.enter_context(torch.cuda.device(self._near.device))
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+            for to, source in zip(torch.split(self.flat, piece), torch.split(self._near, piece), strict=True):
+                to.copy_(source, non_blocking=True)
+                if self.on_gpu:
+                    torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True, slots=True)

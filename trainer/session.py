@@ -67,7 +67,7 @@ class Prepared:
         steps = f"{begin}; trains to step {self.config.train.num_steps}"
         buffer = f"export buffer: {megabytes(self.buffer_bytes)} of host memory on each rank"
         if self.buffer_bytes and self.config.eval.buffer == "device":
-            buffer += ", and as much of its device's"
+            buffer += ", and a copy of the weights on its device"
         saves = f"checkpoints: {megabytes(self.checkpoint_bytes)} of host memory on each rank that copies one"
         return f"{resolved_json(self.config)}\n{steps}\n{buffer}\n{saves}\nplan: {cadence.describe(self.points)}"
 

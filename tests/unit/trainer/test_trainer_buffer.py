@@ -40,3 +40,21 @@ def test_what_is_copied_is_the_tensors_also_those_of_another_dtype_or_order(
     buffer.copy(tensors)
     for name, tensor in tensors.items():
         torch.testing.assert_close(buffer.views[name], tensor.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 14, 1000])
+def test_what_lies_on_the_device_comes_to_the_host_whole_in_pieces_of_any_size(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.buffer.PIECE_BYTES", piece_bytes)
+    tensors = {
+        "one": torch.randn(7, 5).bfloat16(),
+        "empty": torch.empty(0).bfloat16(),
+        "other": torch.randn(3).bfloat16(),
+    }
+    buffer = HostBuffer(tensors, torch.bfloat16, near=True)
+    buffer.copy(tensors)
+    assert not any(buffer.views["one"].flatten()), "the step's copy is on the device alone"
+    buffer.settle()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(buffer.views[name], tensor, rtol=0, atol=0)
