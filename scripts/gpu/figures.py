@@ -25,12 +25,16 @@ def step_figures(log: Log) -> dict[str, Any]:
     exporting = {step: gap for step, gap in gaps.items() if step in staged}
     at = {entry["event"]: entry["time"] for entry in log}
     losses = {entry["step"]: entry["loss"] for entry in log if entry["event"] == "step_end"}
+    first = log[0]["time"] if log else 0.0
+    told = ("start", "eval_staged", "eval_exported", "save", "saved", "drain_begin", "drain_end", "teardown")
     return {
         "steps": len(gaps),
         "exports": len(exporting),
         "step_s_mean": statistics.fmean(gaps.values()) if gaps else None,
         "step_s_median": statistics.median(gaps.values()) if gaps else None,
-        "step_s_slowest": sorted(gaps.values())[-5:],
+        "step_s": [round(gap, 4) for gap in gaps.values()],
+        "first_step_at_s": next((e["time"] - first for e in log if e["event"] == "step_begin"), None),
+        "at_s": [[e["event"], e.get("step"), round(e["time"] - first, 2)] for e in log if e["event"] in told],
         "slowest_exporting_step_s": max(exporting.values(), default=None),
         "exporting_step_s_mean": statistics.fmean(exporting.values()) if exporting else None,
         "drain_s": at["drain_end"] - at["drain_begin"] if {"drain_end", "drain_begin"} <= set(at) else None,

@@ -73,17 +73,14 @@ class Process:
             return None
 
     def end(self, patience_s: float = 15.0) -> None:
-        """SIGTERM, then SIGKILL, to the whole group; with no patience SIGKILL alone."""
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 10.0)):
-            if not wait_s:
-                continue
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+        """SIGTERM to the process, which ends what it started; then SIGKILL to the group. No patience: SIGKILL alone."""
+        if patience_s:
+            self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait_s)
-                break
+                self.process.wait(patience_s)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10.0)
         self._file.close()
 
     def tail(self, size: int = 3000) -> str:
