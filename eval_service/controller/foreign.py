@@ -37,6 +37,7 @@ class Made:
     weights: Weights
     timings: Mapping[str, float]
     asked: str  # the suite's digest as it was when it was evaluated
+    alarms: tuple[Alarm, ...] = ()  # beside those of the samples and metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class Keeper:
             headline=config.metric,
             direction=config.direction,
             suite_digest=made.asked,
-            alarms=(alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else ()) + odd,
+            alarms=(alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else ())
+            + odd
+            + made.alarms,
         )
         recorded = False
         with suppress(Fenced):
