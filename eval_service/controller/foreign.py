@@ -108,7 +108,7 @@ def finite(metrics: Mapping[str, Metric]) -> tuple[dict[str, Metric], tuple[Alar
 async def digest_now(suite: LmEvalSuite | FunctionSuite) -> str:
     """What the suite's files come to now; what they did at the start where their storage does not answer in time."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_S):  # wait_for would lose a cancellation that comes with the answer
+        async with asyncio.timeout(LOOK_S):
             return await DaemonThreads("suites").run(suite.digest_now)
     return suite.digest
 

@@ -165,7 +165,8 @@ class ProxiedLane(Lane):
         self._timings["pin_s"] = self.parts.clock() - began
         await self._advance(PointState.RUNNING)
         began = self.parts.clock()
-        await asyncio.wait_for(self._told(process), _READY_S)
+        async with asyncio.timeout(_READY_S):
+            await self._told(process)
         asked = await digest_now(self.tasks)
         await process.ask(**self._order(directory, snapshot))
         while "metrics" not in (told := await self._told(process)):
