@@ -51,14 +51,9 @@ def _evaluated(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
         model=model,
         tasks=list(asked["tasks"]),
         task_manager=TaskManager(include_path=asked["path"]),
-        num_fewshot=asked["num_fewshot"],
-        limit=asked["limit"],
         log_samples=True,
         bootstrap_iters=0 if asked.get("quick") else 1000,
-        random_seed=asked["seed"],
-        numpy_random_seed=asked["seed"],
-        torch_random_seed=asked["seed"],
-        fewshot_random_seed=asked["seed"],
+        **asked["options"],
     )
     return found
 

@@ -204,7 +204,8 @@ class ProxiedLane(Lane):
             "weight_version": self.pinner.order.weight_version,
             "scratch": str(directory),
             "path": str(self.tasks.path) if self.tasks.path else None,
-            **config.model_dump(include={"tasks", "num_fewshot", "limit", "seed", "concurrency", "metric"}),
+            "options": config.asked(),
+            **config.model_dump(include={"tasks", "concurrency", "metric"}),
         }
 
 

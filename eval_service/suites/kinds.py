@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import xxhash
 from pydantic import Field, field_validator, model_validator
@@ -27,7 +27,12 @@ from eval_service.secrets_apart import without_secrets
 from eval_service.suites.sources import digest_of, module_beside
 
 _IMPORT_S = 60.0
+_SEED_END = 2**32  # numpy's
+_SEEDED = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+_SEEDS = (0, 1234, 1234, 1234)  # lm-eval's own
 _TASK = re.compile(r"^(?:task|group|tag):[ \t]*[\"']?([\w.\-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
+
+Seed = Annotated[int, Field(ge=0, lt=_SEED_END)]
 
 
 class LmEvalConfig(Section):
@@ -40,7 +45,10 @@ class LmEvalConfig(Section):
     direction: Direction = Direction.MAX
     num_fewshot: int | None = Field(default=None, ge=0, description="None: as the task says")
     limit: int | None = Field(default=None, ge=1, description="documents of each task; None: all of them")
-    seed: int = Field(default=0, ge=0, description="of the few-shot examples")
+    seed: Seed | tuple[Seed, Seed, Seed, Seed] | None = Field(
+        default=None,
+        description="of Python, numpy, torch and the few-shot examples; None: lm-eval's own, 0, 1234, 1234, 1234",
+    )
     concurrency: int = Field(default=64, ge=1, le=1024, description="requests at once")
     code: bool = Field(default=False, description="the tasks' YAML may name Python of their own (`!function`)")
 
@@ -51,11 +59,25 @@ class LmEvalConfig(Section):
             raise ValueError(f"{twice[0]!r} is named twice")
         return value
 
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _one_or_four(cls, value: object) -> object:
+        seeds = value if isinstance(value, list | tuple) and len(value) == 4 else (value,)
+        if value is not None and not all(type(seed) is int and 0 <= seed < _SEED_END for seed in seeds):
+            raise ValueError(f"{value!r} is no seed; write one from 0 to {_SEED_END - 1}, or four, as [0, 1, 2, 3]")
+        return value
+
     @model_validator(mode="after")
     def _headline_names_a_task(self) -> Self:
         if "/" not in self.metric:
             raise ValueError(f"metric: {self.metric!r} names no task; write TASK/METRIC, such as {self.tasks[0]}/acc")
         return self
+
+    def asked(self) -> dict[str, Any]:
+        """What lm-eval is given, however it is written, by its own names."""
+        seeds = (self.seed,) * 4 if isinstance(self.seed, int) else self.seed or _SEEDS
+        given = self.model_dump(mode="json", include={"num_fewshot", "limit"})
+        return {**given, **dict(zip(_SEEDED, seeds, strict=True))}
 
 
 class FunctionConfig(Section):
@@ -189,7 +211,7 @@ def load_function(name: str, config: FunctionConfig, base: Path) -> FunctionSuit
 
 
 def _lm_eval_digest(config: LmEvalConfig, path: Path | None) -> str:
-    asked = config.model_dump(mode="json", exclude={"path", "metric", "direction", "concurrency"})
+    asked = config.model_dump(mode="json", include={"kind", "tasks", "code"}) | config.asked()
     texts = sorted(text for _, text in _yamls(path)) if path is not None else []
     return _digest({**asked, "texts": texts, "data": list(_data(path)) if path is not None else []})
 

@@ -43,7 +43,7 @@ def by_hf(live: Live) -> dict[str, Any]:
     """What the `hf` backend makes of the same tasks, with the length that docs/lm_eval.md tells of."""
     asked = {
         "snapshot": str(live.model), "tasks": TASKS, "path": str(live.base / "lm_tasks"),
-        "num_fewshot": None, "limit": None, "seed": 0, "max_length": CONTEXT - 8,
+        "options": {}, "max_length": CONTEXT - 8,
     }  # fmt: skip
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", _HF, json.dumps(asked)]

@@ -197,6 +197,18 @@ def test_lm_eval_tasks_are_refused_at_load_where_there_is_no_such_task_or_no_pro
     check_served(load_suites(file), has_proxy=True)
 
 
+def harness(base: Path, more: str = "") -> LmEvalSuite:
+    """A suite of one lm-eval task, with more keys."""
+    (base / "mine").mkdir(exist_ok=True)
+    (base / "mine" / "a.yaml").write_text("task: mine\n")
+    file = base / "suites.toml"
+    table = '[suites.harness]\nkind = "lm_eval"\npath = "mine"\nmetric = "mine/acc"\ntasks = ["mine"]\n'
+    file.write_text(table + more)
+    suite = load_suites(file)["harness"]
+    assert isinstance(suite, LmEvalSuite)
+    return suite
+
+
 def test_data_beside_lm_eval_tasks_is_in_the_suites_digest(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.yaml").write_text("task: mine\n")
@@ -213,6 +225,27 @@ def test_data_beside_lm_eval_tasks_is_in_the_suites_digest(tmp_path: Path) -> No
     assert mine.digest_now() == mine.digest
     (tmp_path / "mine" / "rows.jsonl").write_text("{}  ")
     assert mine.digest_now() not in found, "what is read at each point is digested at each point"
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds"),
+    [("", [0, 1234, 1234, 1234]), ("seed = 0", [0, 0, 0, 0]), ("seed = [4, 3, 2, 1]", [4, 3, 2, 1])],
+)
+def test_lm_evals_four_seeds_are_its_own_unless_one_or_four_are_given(
+    tmp_path: Path, given: str, seeds: list[int]
+) -> None:
+    suites = [harness(tmp_path, text) for text in (given, f"seed = {seeds}", "seed = 99")]
+    names = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    assert {name: suites[0].config.asked()[name] for name in names} == dict(zip(names, seeds, strict=True))
+    assert suites[0].digest == suites[1].digest != suites[2].digest, "it is what is asked, not how it is written"
+
+
+@pytest.mark.parametrize("seed", ["-1", "true", "[1, 2]", "[1, 2, 3, -4]", "'x'"])
+def test_a_seed_that_is_none_is_refused_by_its_key(tmp_path: Path, seed: str) -> None:
+    with pytest.raises(ConfigError, match="is no seed") as refused:
+        harness(tmp_path, f"seed = {seed}")
+    assert refused.value.field == "suites.harness.seed"
+    assert "or four" in (refused.value.hint or "")
 
 
 OWN = """

@@ -31,9 +31,11 @@ from eval_service.engine.runner import EngineRunner, RunnerTimes
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.waiting import Watch
+from eval_service.suites.kinds import LmEvalConfig
 from router.router import Router
 
 TURNS = range(6)
+HARNESS = LmEvalConfig(kind="lm_eval", tasks=("t",), metric="t/acc")
 GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
 LINGERS = "tests.support.lingering"
 
@@ -159,7 +161,7 @@ def test_lm_evals_lane_that_is_cancelled_just_as_its_process_is_up_ends(after: i
     async def body() -> None:
         parts: Any = SimpleNamespace(clock=lambda: 0.0)
         parts.ledger, parts.moves = SimpleNamespace(patiently=written), SimpleNamespace(advance=None)
-        tasks: Any = SimpleNamespace(digest_now=lambda: "d", digest="d", path=None, config=GROUP)
+        tasks: Any = SimpleNamespace(digest_now=lambda: "d", digest="d", path=None, config=HARNESS)
         point: Any = SimpleNamespace(id="p", run="r", vocab_size=8)
         pinner: Any = SimpleNamespace(order=SimpleNamespace(weight_version="v"))
         told = ProxiedParts(Board(1), "http://127.0.0.1:9", None, 8, tmp_path)
