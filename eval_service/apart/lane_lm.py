@@ -15,9 +15,11 @@ from typing import Any
 
 import httpx
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
+
+from eval_service.apart.lm_sampling import Asking, asking, drawn_by
 
 _AGAIN = (429, 500, 502, 503, 504)
 _PAUSE_S = 0.5
@@ -56,7 +58,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._vocab_size, longest = int(config.vocab_size), int(config.max_position_embeddings)
         self.context = min(context or longest, longest)
         self.max_length = self.context - _SPARE
-        self._weight_version, self._progress = weight_version, progress
+        self._weight_version, self._progress, self._drawn = weight_version, progress, drawn_by(snapshot)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=_REQUEST_S, limits=limits, trust_env=False)
@@ -119,7 +121,8 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts, up to the task's stop strings."""
-        return self._all([request.args for request in requests], self._generate)
+        asked = [(request.args, asking(request.args[1], self._drawn, request.task_name)) for request in requests]
+        return self._all(asked, self._generate)
 
     # --- one request
 
@@ -147,21 +150,15 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         greedy = all(top[0][1] == token for top, token in zip(tops, continuation, strict=True))
         return sum(float(row[0]) for row in rows), greedy
 
-    def _generate(self, arguments: tuple[str, dict[str, Any]]) -> str:
-        context, given = arguments
-        asked = normalize_gen_kwargs(given, 256)
-        stop = [text for text in asked.get("until") or [] if text]
-        room = int(asked["max_gen_toks"])
+    def _generate(self, request: tuple[tuple[str, dict[str, Any]], Asking]) -> str:
+        arguments, asked = request
+        room = int(asked.sampling["max_new_tokens"])
         if room >= self.max_length:
             raise ValueError(f"max_gen_toks is {room}, and prompt and answer have {self.max_length} tokens together")
-        ids, cut = _end_of(self.tok_encode(context), self.max_length - room)
-        sampling: dict[str, Any] = {"max_new_tokens": room, "temperature": 0.0}
-        if asked.get("do_sample"):
-            sampling["temperature"] = float(asked.get("temperature", 1.0))
-            sampling |= {name: asked[name] for name in ("top_p", "top_k") if name in asked}
+        ids, cut = _end_of(self.tok_encode(arguments[0]), self.max_length - room)
         # Stop strings are cut by lm-eval's own rule below; the engine only need not go on past them.
-        answer = self._ask({"input_ids": ids, "sampling_params": {**sampling, "stop": stop}}, arguments, cut)
-        return str(postprocess_generated_text(answer["text"], stop, None))
+        answer = self._ask({"input_ids": ids, "sampling_params": asked.sampling}, arguments, cut)
+        return str(postprocess_generated_text(answer["text"], asked.stop, None))
 
     def _ask(self, body: dict[str, Any], arguments: Any, cut: int) -> dict[str, Any]:
         if not body["input_ids"] or max(body["input_ids"]) >= self._vocab_size:

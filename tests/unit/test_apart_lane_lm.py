@@ -86,6 +86,17 @@ def test_what_leaves_no_room_for_a_prompt_is_refused_by_its_name_and_not_asked(l
     assert lane.told == {}
 
 
+def test_what_a_task_wants_that_the_engines_have_not_is_refused_by_its_name_before_anything_is_asked(
+    lane: LaneLM,
+) -> None:
+    whole = [asked("generate_until", "a", {"until": []}), asked("generate_until", "b", {"num_beams": 4})]
+    for request in whole:
+        request.task_name = "mine"
+    with pytest.raises(ValueError, match="task mine: generation_kwargs.num_beams = 4"):
+        lane.generate_until(whole)
+    assert lane.told == {}
+
+
 @pytest.mark.parametrize(("engines", "heeded"), [(None, CONTEXT), (64, 64), (10**6, CONTEXT)])
 def test_the_context_is_the_lesser_of_the_engines_and_the_models(
     tmp_path: Path, engines: int | None, heeded: int
