@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -82,15 +83,18 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     @property
     def tokenizer_name(self) -> str:
         """Of lm-eval's cache keys."""
-        return str(self.tokenizer.name_or_path)
+        return str(self.tokenizer.name_or_path.replace("/", "__"))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """By the snapshot's own template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        """By the snapshot's own template; without the system's message where the template refuses it."""
+        try:
+            return self._rendered(chat_history, add_generation_prompt)
+        except TemplateError:
+            return self._rendered([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
+
+    def _rendered(self, chat: list[dict[str, str]], prompts: bool) -> str:
+        render = self.tokenizer.apply_chat_template
+        return str(render(chat, tokenize=False, add_generation_prompt=prompts, continue_final_message=not prompts))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """As the `hf` backend does for causal models."""

@@ -20,6 +20,7 @@ from eval_service.apart.child import Parent
 from eval_service.apart.lane_lm import LaneLM, LaneLost, Told, key_of
 from eval_service.contract.results import AlarmKind, SampleView
 from eval_service.functions import SAMPLES
+from eval_service.suites.chat import NoTemplate
 
 
 def run(parent: Parent, asked: Mapping[str, Any]) -> None:
@@ -33,11 +34,29 @@ def run(parent: Parent, asked: Mapping[str, Any]) -> None:
         context=asked["context"],
         progress=lambda total, done, seconds: parent.tell(total=total, made=done, seconds=seconds),
     )
+    check_template(model, asked)
     found = evaluate(model, asked)
     with (Path(asked["scratch"]) / SAMPLES).open("w", encoding="utf-8") as file:
         for sample in samples_of(found, model.told, asked):
             file.write(json.dumps(sample.model_dump(mode="json")) + "\n")
     parent.tell(metrics=metrics_of(found), cuts={**cuts_of(model.told), "context": model.context})
+
+
+def check_template(model: LaneLM, asked: Mapping[str, Any]) -> None:
+    """lm-eval itself would go on without one, until it renders.
+
+    Raises:
+        NoTemplate: names the suite's key, and the fix.
+        ValueError: of several, none has the name that was given.
+    """
+    wanted = asked["options"]["apply_chat_template"]
+    if wanted and not model.tokenizer.chat_template:
+        raise NoTemplate(
+            f"suites.{asked['suite']}.apply_chat_template: the snapshot has no chat template (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json); save it with the checkpoints, or set apply_chat_template = false"
+        )
+    if wanted:
+        model.chat_template(wanted)
 
 
 def evaluate(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +165,8 @@ def main(parent: Parent) -> None:
         run(parent, asked)
     except LaneLost as exc:
         parent.tell(lost=str(exc))
+    except NoTemplate as exc:
+        parent.tell(unfit=str(exc))
     except Exception as exc:  # noqa: BLE001 - the process's edge: the point ends with it
         traceback.print_exc()
         parent.tell(crashed=f"{type(exc).__name__}: {exc}")

@@ -189,6 +189,8 @@ class ProxiedLane(Lane):
             raise LaneEnd(PointState.FAILED, Reason.CRASHED, str(exc)) from exc
         if "lost" in told:
             raise LaneFault("generation", told["lost"])
+        if "unfit" in told:
+            raise LaneEnd(PointState.SKIPPED, Reason.SNAPSHOT_INVALID, told["unfit"])
         if "crashed" in told:
             raise LaneEnd(PointState.FAILED, Reason.CRASHED, told["crashed"])
         return told
@@ -204,6 +206,7 @@ class ProxiedLane(Lane):
             "weight_version": self.pinner.order.weight_version,
             "scratch": str(directory),
             "path": str(self.tasks.path) if self.tasks.path else None,
+            "suite": self.tasks.name,
             "options": config.asked(),
             **config.model_dump(include={"tasks", "concurrency", "metric"}),
         }

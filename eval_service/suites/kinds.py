@@ -49,6 +49,14 @@ class LmEvalConfig(Section):
         default=None,
         description="of Python, numpy, torch and the few-shot examples; None: lm-eval's own, 0, 1234, 1234, 1234",
     )
+    apply_chat_template: bool | str = Field(
+        default=False,
+        description="ask chat messages, by the snapshot's own template; a text: the name of one of several",
+    )
+    fewshot_as_multiturn: bool | None = Field(
+        default=None, description="few-shot examples are turns of the chat; None: if there is a chat"
+    )
+    system_instruction: str | None = Field(default=None, description="before every prompt; the chat's system message")
     concurrency: int = Field(default=64, ge=1, le=1024, description="requests at once")
     code: bool = Field(default=False, description="the tasks' YAML may name Python of their own (`!function`)")
 
@@ -67,6 +75,21 @@ class LmEvalConfig(Section):
             raise ValueError(f"{value!r} is no seed; write one from 0 to {_SEED_END - 1}, or four, as [0, 1, 2, 3]")
         return value
 
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _on_off_or_named(cls, value: object) -> object:
+        if not isinstance(value, bool) and not (isinstance(value, str) and value):
+            raise ValueError(
+                f"{value!r} is neither true, false nor a template's name; write true for the snapshot's own"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _turns_are_of_a_chat(self) -> Self:
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise ValueError("fewshot_as_multiturn: there is no chat to have turns; set apply_chat_template = true")
+        return self
+
     @model_validator(mode="after")
     def _headline_names_a_task(self) -> Self:
         if "/" not in self.metric:
@@ -76,7 +99,9 @@ class LmEvalConfig(Section):
     def asked(self) -> dict[str, Any]:
         """What lm-eval is given, however it is written, by its own names."""
         seeds = (self.seed,) * 4 if isinstance(self.seed, int) else self.seed or _SEEDS
-        given = self.model_dump(mode="json", include={"num_fewshot", "limit"})
+        turns, chat = self.fewshot_as_multiturn, self.apply_chat_template
+        given = self.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "system_instruction"})
+        given["fewshot_as_multiturn"] = bool(chat) if turns is None else turns
         return {**given, **dict(zip(_SEEDED, seeds, strict=True))}
 
 

@@ -22,9 +22,10 @@ from tests.support.processes import assert_gone, tree
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-RUN = "harness"
+RUN, CHAT_RUN = "harness", "instruct"
 DOCUMENTS = 12
 TASKS = ["tiny_generate", "tiny_choose", "long_generate", "long_choose", "long_rolling"]
+CHAT = {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "sort"}
 CONTEXT = 256  # of the tiny model
 _HF = """
 import json, sys
@@ -34,49 +35,59 @@ asked = json.loads(sys.argv[1])
 model = HFLM(
     pretrained=asked["snapshot"], dtype="float32", device="cpu", batch_size=1, max_length=asked["max_length"]
 )
-found = evaluate(model, asked)
-print("\\n" + json.dumps({"results": found["results"], "samples": found["samples"]}, default=str))
+found = [evaluate(model, {**asked, **suite}) for suite in asked["suites"]]
+told = [{"results": each["results"], "samples": each["samples"]} for each in found]
+print("\\n" + json.dumps(told, default=str))
 """
 
 
-def by_hf(live: Live) -> dict[str, Any]:
-    """What the `hf` backend makes of the same tasks, with the length that docs/lm_eval.md tells of."""
+def by_hf(live: Live) -> list[dict[str, Any]]:
+    """What the `hf` backend makes of the tasks, with the length that docs/lm_eval.md tells of and its own defaults."""
     asked = {
-        "snapshot": str(live.model), "tasks": TASKS, "path": str(live.base / "lm_tasks"),
-        "options": {}, "max_length": CONTEXT - 8,
+        "snapshot": str(live.model), "path": str(live.base / "lm_tasks"), "max_length": CONTEXT - 8,
+        "suites": [{"tasks": TASKS, "options": {}}, {"tasks": TASKS[:2], "options": CHAT}],
     }  # fmt: skip
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", _HF, json.dumps(asked)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """A point whose first worker was killed as it began, and what the `hf` backend makes of the same tasks."""
+    """A point whose first worker was killed as it began, one that asks chat messages, and what the `hf` backend makes
+    of the same tasks."""
 
     point: PointView
     expected: dict[str, Any]
     killed: list[psutil.Process]
+    chat: PointView
+    chat_expected: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def harness(live: Live) -> Harness:
     live.wait_engines()
-    live.client.put_run(RUN, RunSpec(root=str(live.root), suites=("harness",), max_in_flight=10))
-    request = DispatchRequest(
-        run=RUN, step=0, suites=("harness",), kind=Kind.MANUAL, source=Source.CALLER, snapshot=str(live.model),
-        reservation=str(uuid.uuid4()),
-    )  # fmt: skip
-    asked = live.client.dispatch(request).points[0].id
+    asked = dispatched(live, RUN, "harness")
     wait_for(lambda: live.client.point(asked).state is PointState.RUNNING, "the point to run")
     killed = wait_for(lambda: workers(live), "its process")
     killed[0].kill()
-    expected = by_hf(live)
-    [point] = live.ended(RUN, 1, timeout_s=200)
-    return Harness(point, expected, killed)
+    dispatched(live, CHAT_RUN, "instruct")
+    expected, chat_expected = by_hf(live)
+    [point], [chat] = live.ended(RUN, 1, timeout_s=200), live.ended(CHAT_RUN, 1, timeout_s=200)
+    return Harness(point, expected, killed, chat, chat_expected)
+
+
+def dispatched(live: Live, run: str, suite: str) -> str:
+    """A new run's one point, by its id."""
+    live.client.put_run(run, RunSpec(root=str(live.root), suites=(suite,), max_in_flight=10))
+    request = DispatchRequest(
+        run=run, step=0, suites=(suite,), kind=Kind.MANUAL, source=Source.CALLER, snapshot=str(live.model),
+        reservation=str(uuid.uuid4()),
+    )  # fmt: skip
+    return live.client.dispatch(request).points[0].id
 
 
 def workers(live: Live) -> list[psutil.Process]:
@@ -123,6 +134,27 @@ def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_o
     assert made == [row["filtered_resps"][0] for row in expected["samples"]["tiny_generate"]]
     assert {sample.weight_version for sample in samples} == {point.weight_version}
     assert all(sample.engine.startswith("eval-") for sample in samples if sample.dataset != "long_rolling")
+
+
+def test_chats_with_few_shot_turns_and_a_system_message_are_those_of_the_hf_backend_and_so_are_their_answers(
+    live: Live, harness: Harness
+) -> None:
+    point, expected = harness.chat, harness.chat_expected
+    assert point.state is DONE, (point.reason, point.detail)
+    for task, metric in (("tiny_choose", "acc"), ("tiny_generate", "exact_match")):
+        assert point.metrics[f"{task}/{metric}"].value == pytest.approx(expected["results"][task][f"{metric},none"])
+    samples = live.samples(point.id)
+    for task in TASKS[:2]:
+        own = [sample for sample in samples if sample.dataset == task]
+        rows = expected["samples"][task]
+        assert [sample.prompt for sample in own] == [row["arguments"][0][0] for row in rows], "the same examples, drawn"
+        assert all(sample.prompt.startswith("<|im_start|>system\nsort<|im_end|>") for sample in own)
+        assert {sample.prompt.count("<|im_start|>assistant") for sample in own} == {3}
+        if task == "tiny_generate":
+            assert [sample.output for sample in own] == [row["filtered_resps"][0] for row in rows]
+        else:
+            likely = [max(float(reply[0]) for reply in row["filtered_resps"]) for row in rows]
+            assert [sample.logprob for sample in own] == pytest.approx(likely, abs=1e-3)
 
 
 def test_prompts_that_the_context_does_not_hold_lose_what_the_hf_backend_takes_from_them_and_point_and_samples_say_so(

@@ -248,6 +248,33 @@ def test_a_seed_that_is_none_is_refused_by_its_key(tmp_path: Path, seed: str) ->
     assert "or four" in (refused.value.hint or "")
 
 
+def test_a_chats_keys_are_what_is_asked_and_its_few_shot_examples_are_turns_unless_it_says_no(tmp_path: Path) -> None:
+    chat = "apply_chat_template = true"
+    told = ["", chat, f"{chat}\nfewshot_as_multiturn = true", f"{chat}\nfewshot_as_multiturn = false",
+            f'{chat}\nsystem_instruction = "be brief"', 'apply_chat_template = "tool_use"']  # fmt: skip
+    suites = [harness(tmp_path, text) for text in told]
+    assert [suite.config.asked()["fewshot_as_multiturn"] for suite in suites] == [False, True, True, False, True, True]
+    assert len({suite.digest for suite in suites}) == 5
+    assert suites[1].digest == suites[2].digest, "the same, said and unsaid"
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "fix"),
+    [
+        ("fewshot_as_multiturn = true", "fewshot_as_multiturn", "set apply_chat_template = true"),
+        ("apply_chat_template = 3", "apply_chat_template", "write true"),
+        ("apply_chat_template = ''", "apply_chat_template", "write true"),
+    ],
+)
+def test_a_chats_keys_that_mean_nothing_are_refused_by_key_and_fix(
+    tmp_path: Path, given: str, field: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        harness(tmp_path, given)
+    assert refused.value.field == f"suites.harness.{field}"
+    assert fix in (refused.value.hint or "")
+
+
 OWN = """
 class Own:
     def __init__(self, data):

@@ -29,6 +29,11 @@ SUITE = "letters"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "suites"
 ENGINES = 2
 PROMPTS = 32  # of a suite, over its two tasks
+_INSTRUCT = """
+num_fewshot = 2
+apply_chat_template = true
+system_instruction = "sort"
+"""
 _T = TypeVar("_T")
 
 
@@ -108,7 +113,10 @@ class Live:
         for tasks_ in (EXAMPLES / "lm_tasks", Path(__file__).parent / "lm_tasks"):
             shutil.copytree(tasks_, self.base / "lm_tasks", dirs_exist_ok=True)
         text = (EXAMPLES / "lm_eval.toml").read_text()
-        return text.replace('"tiny_choose"]', '"tiny_choose", "long_generate", "long_choose", "long_rolling"]')
+        instruct = text.replace("suites.harness", "suites.instruct") + _INSTRUCT
+        return (
+            text.replace('"tiny_choose"]', '"tiny_choose", "long_generate", "long_choose", "long_rolling"]') + instruct
+        )
 
     def start(self) -> None:
         """Start `evalfleet serve`, and wait until its engines are ready."""

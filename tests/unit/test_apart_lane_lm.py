@@ -13,7 +13,8 @@ import pytest
 lm_eval_instance = pytest.importorskip("lm_eval.api.instance")
 
 from eval_service.apart.lane_lm import LaneLM, key_of  # noqa: E402 - lm-eval is an extra
-from eval_service.apart.lm_eval_worker import cuts_of, samples_of  # noqa: E402
+from eval_service.apart.lm_eval_worker import check_template, cuts_of, samples_of  # noqa: E402
+from eval_service.suites.chat import NoTemplate  # noqa: E402
 from tests.support.engine_model import CONTEXT, make_model  # noqa: E402
 
 ROOM = 64 - 8  # of a context of 64, SGLang's own tokens apart
@@ -92,9 +93,41 @@ def test_what_a_task_wants_that_the_engines_have_not_is_refused_by_its_name_befo
     whole = [asked("generate_until", "a", {"until": []}), asked("generate_until", "b", {"num_beams": 4})]
     for request in whole:
         request.task_name = "mine"
-    with pytest.raises(ValueError, match="task mine: generation_kwargs.num_beams = 4"):
+    with pytest.raises(ValueError, match=r"task mine: generation_kwargs\.num_beams = 4"):
         lane.generate_until(whole)
     assert lane.told == {}
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and m.content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [
+        {"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), contents, strict=False)
+    ]
+
+
+def test_a_chat_is_rendered_with_the_snapshots_template_and_goes_on_where_the_hf_backends_does(lane: LaneLM) -> None:
+    lane.tokenizer.chat_template = TEMPLATE
+    assert lane.apply_chat_template(turns("be", "q")) == "<system>be<user>q<assistant>"
+    begun = lane.apply_chat_template(turns("be", "q", "so"), add_generation_prompt=False)
+    assert begun == "<system>be<user>q<assistant>so"
+    assert lane.apply_chat_template(turns("no", "q")) == "<user>q<assistant>", "a template may refuse a system message"
+    assert lane.chat_template(True) == TEMPLATE
+    assert "/" not in lane.tokenizer_name
+
+
+def test_a_snapshot_without_a_chat_template_is_refused_by_the_suites_key_with_the_fix(lane: LaneLM) -> None:
+    assert not lane.tokenizer.chat_template
+    for wanted in (True, "tool_use"):
+        with pytest.raises(NoTemplate, match=r"^suites\.mine\.apply_chat_template: .* no chat template .* or set "):
+            check_template(lane, {"suite": "mine", "options": {"apply_chat_template": wanted}})
+    check_template(lane, {"suite": "mine", "options": {"apply_chat_template": False}})
+    lane.tokenizer.chat_template = TEMPLATE
+    check_template(lane, {"suite": "mine", "options": {"apply_chat_template": True}})
 
 
 @pytest.mark.parametrize(("engines", "heeded"), [(None, CONTEXT), (64, 64), (10**6, CONTEXT)])
