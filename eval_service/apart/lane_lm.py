@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text, resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
@@ -56,7 +56,8 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         super().__init__()
         self.tokenizer = AutoTokenizer.from_pretrained(snapshot, trust_remote_code=False)
         config = AutoConfig.from_pretrained(snapshot, trust_remote_code=False)
-        self._vocab_size, longest = int(config.vocab_size), int(config.max_position_embeddings)
+        text, longest = getattr(config, "text_config", None) or config, resolve_max_length(config, self.tokenizer)
+        self._vocab_size = int(text.vocab_size)
         self.context = min(context or longest, longest)
         self.max_length = self.context - _SPARE
         self._weight_version, self._progress, self._drawn = weight_version, progress, drawn_by(snapshot)

@@ -15,7 +15,7 @@ lm_eval_instance = pytest.importorskip("lm_eval.api.instance")
 from eval_service.apart.lane_lm import LaneLM, key_of  # noqa: E402 - lm-eval is an extra
 from eval_service.apart.lm_eval_worker import check_template, cuts_of, samples_of  # noqa: E402
 from eval_service.suites.chat import NoTemplate  # noqa: E402
-from tests.support.engine_model import CONTEXT, make_model  # noqa: E402
+from tests.support.engine_model import CONTEXT, VOCAB_SIZE, make_model  # noqa: E402
 
 ROOM = 64 - 8  # of a context of 64, SGLang's own tokens apart
 
@@ -138,6 +138,16 @@ def test_the_context_is_the_lesser_of_the_engines_and_the_models(
     model = LaneLM(str(tmp_path / "model"), "http://lane", "v", concurrency=1, context=engines)
     model._http.close()
     assert (model.context, model.max_length) == (heeded, heeded - 8)
+
+
+def test_a_model_whose_text_config_is_nested_has_its_texts_length_and_vocabulary(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    text = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 96}
+    file.write_text(json.dumps({"model_type": "mistral3", "text_config": {"model_type": "mistral", **text}}))
+    model = LaneLM(str(tmp_path / "model"), "http://lane", "v", concurrency=1)
+    model._http.close()
+    assert (model.context, model._vocab_size) == (96, VOCAB_SIZE)
 
 
 def test_a_sample_has_the_most_tokens_that_any_of_its_choices_prompts_lost_and_others_nothing(lane: LaneLM) -> None:
