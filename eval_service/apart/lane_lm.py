@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -117,11 +117,16 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             tokens = self.tok_encode(request.args[0])
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for window in map(make_disjoint_window, rolling):
-                windows.append((None, *window))
+                windows.append(((number, len(owners)), *window))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for owner, (value, _) in zip(owners, self._all(windows, self._likelihood), strict=True):
             sums[owner] += value
+        parts: dict[int, list[Told]] = {}
+        for (key, *_), owner in zip(windows, owners, strict=True):
+            parts.setdefault(owner, []).append(self.told.pop(key_of(key)))
+        for owner, told in parts.items():
+            self.told[key_of(requests[owner].args)] = _together(told)
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -204,8 +209,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             latency_s=seconds,
             cut=cut,
         )
-        if arguments is not None:
-            self.told[key_of(arguments)] = told
+        self.told[key_of(arguments)] = told
         self._done += 1
         self._progress(self._total, self._done, seconds)
 
@@ -219,6 +223,12 @@ def _end_of(ids: list[int], most: int) -> tuple[list[int], int]:
     """The last tokens, and how many are lost before them."""
     lost = max(0, len(ids) - most)
     return ids[lost:], lost
+
+
+def _together(windows: list[Told]) -> Told:
+    """Those of one text, which were weighed and not answered."""
+    tokens, seconds = sum(told.prompt_tokens for told in windows), sum(told.latency_s for told in windows)
+    return replace(windows[-1], prompt_tokens=tokens, output_tokens=0, finish_reason=None, latency_s=seconds, cut=0)
 
 
 def key_of(arguments: Sequence[Any]) -> tuple[Any, ...]:

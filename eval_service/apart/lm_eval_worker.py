@@ -95,7 +95,9 @@ def metrics_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def cuts_of(told: Mapping[tuple[Any, ...], Told]) -> dict[str, int]:
     """How many prompts lost their beginning, of how many, and the most tokens that one of them lost."""
     lost: dict[Any, int] = {}
-    for (prompt, *_), circumstances in told.items():
+    for (prompt, *asked), circumstances in told.items():
+        if not asked:  # a whole text, which is in windows
+            continue
         lost[prompt] = max(lost.get(prompt, 0), circumstances.cut)
     return {"cut": sum(map(bool, lost.values())), "prompts": len(lost), "most": max(lost.values(), default=0)}
 

@@ -133,7 +133,7 @@ def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_o
     made = [sample.output for sample in samples if sample.dataset == "tiny_generate"]
     assert made == [row["filtered_resps"][0] for row in expected["samples"]["tiny_generate"]]
     assert {sample.weight_version for sample in samples} == {point.weight_version}
-    assert all(sample.engine.startswith("eval-") for sample in samples if sample.dataset != "long_rolling")
+    assert all(sample.engine.startswith("eval-") and sample.prompt_tokens for sample in samples)
 
 
 def test_chats_with_few_shot_turns_and_a_system_message_are_those_of_the_hf_backend_and_so_are_their_answers(
