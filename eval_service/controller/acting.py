@@ -43,7 +43,7 @@ from router.router import Router
 TIME_S = 2.0  # how late what only time changes (a deadline) may be seen
 IDLE_TIME_S = 10.0  # where there is nothing that only time changes
 LIFE_S = 1.0
-IDLE_LIFE_S = 2.0  # of a fleet that does nothing; well below what a controller is taken for dead after
+IDLE_LIFE_S = 1.5  # of a fleet that does nothing: each tick, and well below what a controller is taken for dead after
 _ALWAYS = ("engines", "housekeeping", "life")
 _CLOSE_S = 5.0
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from router.proxy import Table, TableReport
 from router.router import Router
 
 TICK_S = 0.5  # whatever changes wakes it, but for a wake that was lost
-IDLE_TICK_S = 1.0  # where no point is under way
+IDLE_TICK_S = 2.0  # where no point is under way
 HUNG_S = 15.0  # more than one call may wait for a ledger that others write
 _SCORE_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)

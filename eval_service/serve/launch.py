@@ -189,6 +189,8 @@ def _init_ray(address: str | None, temp_dir: Path | None, ending: Ending) -> Non
     # Who decides and who answers is not background work: on a busy host it would be taken for hung. Engines are, see
     # `EngineDeployment`.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Each replica and each handle would wake up ten times a second to count up metrics of Serve, idle or not.
+    os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
     # A thread for each call that may hang: each would leave what it freed in one of glibc's many arenas, 2 MB a minute.
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     # Workers import this package as this process does, wherever it was started.
