@@ -30,7 +30,7 @@ SAME_SIGNAL_S = 2.0  # what of Ray has ended so shortly before this process was 
 JOINED_GRACE_S = 10.0  # a cluster may start its head anew
 ORDERLY_S = 35.0  # Serve takes up to half a minute to end engines
 LEAVING_S = 15.0
-_LOOK_S = 0.2
+_IDLE_S, _LOOK_S = 1.0, 0.2  # between looks, before and after it is told to stop
 _LINGER_S = 10.0
 _PROBE_S = 1.0
 _VITAL = ("gcs_server", "raylet")
@@ -119,7 +119,8 @@ class Ending:
 
     def _look_on(self) -> None:
         while not self.look(time.monotonic()):
-            time.sleep(_LOOK_S)
+            if self._stop.wait(_IDLE_S):
+                time.sleep(_LOOK_S)
 
     def _end(self) -> None:
         """End everything, and this process, without Ray's help."""
