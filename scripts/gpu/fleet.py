@@ -74,7 +74,7 @@ SIZES: dict[str, Found] = {
 }
 FULL: Found = {
     "shape": "qwen3-0.6b",
-    "num_steps": 32,  # an epoch, half of `points`: a short file, since each training tokenizes all of it
+    "num_steps": 40,  # an epoch, half of `points`: a short file, since each training tokenizes all of it
     # For each tensor-parallel rank, about 20,000 tokens. With a quarter of it a step waits for Python, which launches
     # kernels slower the more of the host's cores are busy: it would be the host that is measured.
     "batch": 512,
@@ -86,8 +86,9 @@ FULL: Found = {
     "keep": 3,
     "load": 3072,
     "load_tokens": 128,
-    "alone_steps": 160,  # of `alone` and `steps`
-    "export_every": 32,  # of `steps`; epochs end at multiples of it, as an epoch's end is a point too
+    "alone_steps": 120,  # of `alone`
+    "steps_steps": 200,  # of `steps`, and of the `alone` that it is held against
+    "export_every": 40,  # of `steps`; epochs end at multiples of it, as an epoch's end is a point too
     "tp_steps": 20,
     "fleet_s": 120.0,  # how long the training of `fleet` is to take, and how often it has a point
     "point_every_s": 5.0,
@@ -105,6 +106,7 @@ TINY: Found = FULL | {
     "load_tokens": 32,
     "concurrency": 16,
     "alone_steps": 120,
+    "steps_steps": 120,
     "export_every": 20,
     "tp_steps": 5,
     "fleet_s": 60.0,
@@ -119,6 +121,7 @@ class Measurement:
 
     args: argparse.Namespace
     plan: Found
+    parts: list[str]
     work: Path
     clock: Clock
     port: int = field(default_factory=free_port)
@@ -289,7 +292,8 @@ def no_evaluation() -> tuple[str, ...]:
 
 
 def part_alone(run: Measurement) -> Found:
-    return train(run, "alone", run.ranks, *no_evaluation(), f"train.num_steps={run.plan['alone_steps']}")
+    steps = run.plan["steps_steps" if "steps" in run.parts else "alone_steps"]
+    return train(run, "alone", run.ranks, *no_evaluation(), f"train.num_steps={steps}")
 
 
 def part_points(run: Measurement) -> Found:
@@ -318,7 +322,7 @@ def part_points(run: Measurement) -> Found:
 
 def part_steps(run: Measurement) -> Found:
     need_engines(run)
-    steps, every = run.plan["alone_steps"], run.plan["export_every"]
+    steps, every = run.plan["steps_steps"], run.plan["export_every"]
     found = train(run, "steps", run.ranks, f"train.num_steps={steps}", f"eval.interval={every}")
     return against_alone(run, found) | evaluated(run, "steps", 1 + math.ceil(steps / every))
 
@@ -575,14 +579,14 @@ PARTS: dict[str, Callable[[Measurement], Found]] = {
 NEED_S = {"alone": 60.0, "points": 200.0, "steps": 100.0, "throughput": 30.0, "fleet": 120.0, "tp": 120.0}
 
 
-def measure(run: Measurement, parts: list[str]) -> None:
+def measure(run: Measurement) -> None:
     """Build, start what is needed, and measure one part after another."""
     guarded(run, "versions", lambda _: versions())
     guarded(run, "inputs", lambda _: build_apart(run.work, run.port, run.args.tiny, run.clock, run.plan))
     if "inputs" in run.found["errors"]:
         return
     try:
-        for name in parts:
+        for name in run.parts:
             if not run.args.tiny and run.clock.left(1e9) < NEED_S[name]:
                 run.found["left_out"].append(name)
                 continue
@@ -622,11 +626,11 @@ def main() -> int:
     (work / "logs").mkdir(parents=True, exist_ok=True)
     plan = (TINY if args.tiny else FULL) | {key: size[key] for key in ("tensor", "data", "engines")}
     plan["batch"] *= 1 if args.tiny else size["tensor"] * size["data"]
-    run = Measurement(args, plan, work, Clock(args.budget_s))
+    run = Measurement(args, plan, parts, work, Clock(args.budget_s))
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     run.found |= {"date": date, "size": args.size, "plan": plan, "errors": {}, "left_out": [], "seconds": {}}
     try:
-        measure(run, parts)
+        measure(run)
     finally:
         if args.work is None:
             shutil.rmtree(work, ignore_errors=True)
