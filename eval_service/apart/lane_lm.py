@@ -1,8 +1,8 @@
 """lm-eval's model over a lane of the proxy: SGLang's own `/generate`, by token ids.
 
 Invariants: an answer counts only under the pinned `weight_version`; what the proxy can't serve now is asked again (it
-replays what a dying engine had), and what it refuses ends the evaluation. Tokens are made as lm-eval's `hf` backend
-makes them, so that both ask the same.
+replays what a dying engine had), and what it refuses ends the evaluation. Tokens are made, and cut, as lm-eval's `hf`
+backend does with the same `max_length`, so that both ask the same; what a prompt lost at its beginning is told.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _AGAIN = (429, 500, 502, 503, 504)
 _PAUSE_S = 0.5
 _REQUEST_S = 900.0
 _TRIES = 20  # of one request that was answered, with no use
+_SPARE = 8  # tokens: what comes nearer to its context SGLang refuses, or makes fewer tokens than were asked for
 
 
 class LaneLost(Exception):
@@ -39,6 +40,7 @@ class Told:
     output_tokens: int
     finish_reason: str | None
     latency_s: float
+    cut: int = 0  # tokens that its prompt lost at its beginning
 
 
 class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -46,12 +48,14 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def __init__(
         self, snapshot: str, url: str, weight_version: str, *, concurrency: int, key: str | None = None,
-        progress: Callable[[int, int, float], None] = lambda total, done, seconds: None,
+        context: int | None = None, progress: Callable[[int, int, float], None] = lambda total, done, seconds: None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokenizer = AutoTokenizer.from_pretrained(snapshot, trust_remote_code=False)
         config = AutoConfig.from_pretrained(snapshot, trust_remote_code=False)
-        self._vocab_size, self.max_length = int(config.vocab_size), int(config.max_position_embeddings)
+        self._vocab_size, longest = int(config.vocab_size), int(config.max_position_embeddings)
+        self.context = min(context or longest, longest)
+        self.max_length = self.context - _SPARE
         self._weight_version, self._progress = weight_version, progress
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
@@ -104,7 +108,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         owners: list[int] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1)
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for window in map(make_disjoint_window, rolling):
                 windows.append((None, *window))
                 owners.append(number)
@@ -121,7 +125,9 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _likelihood(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:
         arguments, context, continuation = request
-        ids = (context + continuation)[-self.max_length + 1 :]  # SGLang wants room for the token that it makes
+        if not 0 < len(continuation) <= self.max_length:
+            raise ValueError(f"a continuation has {len(continuation)} tokens, not 1 to {self.max_length}")
+        ids, cut = _end_of(context + continuation, self.max_length + 1)
         start = len(ids) - len(continuation)
         answer = self._ask(
             {
@@ -132,6 +138,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 "top_logprobs_num": 1,
             },
             arguments,
+            cut,
         )
         meta, count = answer["meta_info"], len(continuation)
         rows, tops = meta["input_token_logprobs"][-count:], meta["input_top_logprobs"][-count:]
@@ -145,17 +152,18 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         asked = normalize_gen_kwargs(given, 256)
         stop = [text for text in asked.get("until") or [] if text]
         room = int(asked["max_gen_toks"])
-        # As the hf backend: a prompt that is too long loses its beginning.
-        ids = self.tok_encode(context)[-(self.max_length - room - 1) :]
+        if room >= self.max_length:
+            raise ValueError(f"max_gen_toks is {room}, and prompt and answer have {self.max_length} tokens together")
+        ids, cut = _end_of(self.tok_encode(context), self.max_length - room)
         sampling: dict[str, Any] = {"max_new_tokens": room, "temperature": 0.0}
         if asked.get("do_sample"):
             sampling["temperature"] = float(asked.get("temperature", 1.0))
             sampling |= {name: asked[name] for name in ("top_p", "top_k") if name in asked}
         # Stop strings are cut by lm-eval's own rule below; the engine only need not go on past them.
-        text = self._ask({"input_ids": ids, "sampling_params": {**sampling, "stop": stop}}, arguments)["text"]
-        return str(postprocess_generated_text(text, stop, None))
+        answer = self._ask({"input_ids": ids, "sampling_params": {**sampling, "stop": stop}}, arguments, cut)
+        return str(postprocess_generated_text(answer["text"], stop, None))
 
-    def _ask(self, body: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    def _ask(self, body: dict[str, Any], arguments: Any, cut: int) -> dict[str, Any]:
         if not body["input_ids"] or max(body["input_ids"]) >= self._vocab_size:
             raise ValueError("a request is empty, or has a token beyond the model's vocabulary")
         why = ""
@@ -171,7 +179,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                     found: dict[str, Any] = answer.json()
                     version = found["meta_info"].get("weight_version")
                     if version == self._weight_version:
-                        self._note(arguments, found["meta_info"], answer.headers, seconds)
+                        self._note(arguments, cut, found["meta_info"], answer.headers, seconds)
                         return found
                     why = f"it reports weight_version {version!r}"
                 elif answer.status_code in _AGAIN:
@@ -183,7 +191,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             time.sleep(_PAUSE_S)
         raise LaneLost(f"no answer in {_TRIES} tries: {why}")
 
-    def _note(self, arguments: Any, meta: dict[str, Any], headers: httpx.Headers, seconds: float) -> None:
+    def _note(self, arguments: Any, cut: int, meta: dict[str, Any], headers: httpx.Headers, seconds: float) -> None:
         reason = meta.get("finish_reason")
         told = Told(
             engine=headers.get("x-router-upstream", ""),
@@ -192,6 +200,7 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             output_tokens=meta["completion_tokens"],
             finish_reason=reason.get("type") if isinstance(reason, dict) else reason,
             latency_s=seconds,
+            cut=cut,
         )
         if arguments is not None:
             self.told[key_of(arguments)] = told
@@ -202,6 +211,12 @@ class LaneLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._total += len(requests)
         self._progress(self._total, self._done, 0.0)
         return list(self._pool.map(one, requests))
+
+
+def _end_of(ids: list[int], most: int) -> tuple[list[int], int]:
+    """The last tokens, and how many are lost before them."""
+    lost = max(0, len(ids) - most)
+    return ids[lost:], lost
 
 
 def key_of(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from eval_service.apart.child import Parent
 from eval_service.apart.lane_lm import LaneLM, LaneLost, Told, key_of
-from eval_service.contract.results import SampleView
+from eval_service.contract.results import AlarmKind, SampleView
 from eval_service.functions import SAMPLES
 
 
@@ -30,13 +30,14 @@ def run(parent: Parent, asked: Mapping[str, Any]) -> None:
         asked["weight_version"],
         concurrency=asked["concurrency"],
         key=asked["key"],
+        context=asked["context"],
         progress=lambda total, done, seconds: parent.tell(total=total, made=done, seconds=seconds),
     )
     found = evaluate(model, asked)
     with (Path(asked["scratch"]) / SAMPLES).open("w", encoding="utf-8") as file:
         for sample in samples_of(found, model.told, asked):
             file.write(json.dumps(sample.model_dump(mode="json")) + "\n")
-    parent.tell(metrics=metrics_of(found))
+    parent.tell(metrics=metrics_of(found), cuts={**cuts_of(model.told), "context": model.context})
 
 
 def evaluate(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +78,14 @@ def metrics_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return metrics
 
 
+def cuts_of(told: Mapping[tuple[Any, ...], Told]) -> dict[str, int]:
+    """How many prompts lost their beginning, of how many, and the most tokens that one of them lost."""
+    lost: dict[Any, int] = {}
+    for (prompt, *_), circumstances in told.items():
+        lost[prompt] = max(lost.get(prompt, 0), circumstances.cut)
+    return {"cut": sum(map(bool, lost.values())), "prompts": len(lost), "most": max(lost.values(), default=0)}
+
+
 def samples_of(
     found: Mapping[str, Any], told: Mapping[tuple[Any, ...], Told], asked: Mapping[str, Any]
 ) -> Iterator[SampleView]:
@@ -98,6 +107,7 @@ def _sample(
     compared = bool(likely) and _number(likely[chosen])
     output = request[1] if compared and len(request) > 1 else filtered[0]
     circumstances = told.get(key_of(request))
+    cut = max((told[key].cut for key in map(key_of, requests) if key in told), default=0)
     return SampleView(
         index=index,
         prompt_index=index,
@@ -114,6 +124,7 @@ def _sample(
         weight_version=asked["weight_version"],
         latency_s=circumstances.latency_s if circumstances else 0.0,
         logprob=float(likely[chosen]) if compared else None,
+        more={AlarmKind.PROMPT_CUT.value: float(cut)} if cut else {},
         note=json.dumps({str(r[1]): value for r, value in zip(requests, likely, strict=False) if len(r) > 1})
         if compared
         else None,

@@ -99,7 +99,8 @@ class Apart:
         try:
             await self.ask(do="dispose")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
         finally:
             await self.end()
 
@@ -108,7 +109,8 @@ class Apart:
         end_all(self.pid)
         self._writer.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _END_S)
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
 
     def _tail(self) -> str:
         """The last line of what it printed."""

@@ -49,6 +49,7 @@ class AlarmKind(StrEnum):
     ERROR_RATE = "error_rate"  # samples errored, more than half of what would fail the point
     SUITE_CHANGED = "suite_changed"  # the suite or its data is not what the point before was asked
     SUITE_STALE = "suite_stale"  # a file of the suite is not what the service read, and asks, any more
+    PROMPT_CUT = "prompt_cut"  # prompts of lm-eval's tasks were too long, and lost their beginning
 
 
 class Alarm(Wire):
@@ -83,7 +84,10 @@ class SampleView(Wire):
     weight_version: str
     latency_s: float
     logprob: float | None = Field(default=None, description="sum over the output's tokens, where it was asked for")
-    more: dict[str, float] = Field(default_factory=dict, description="scores beside the one that counts, by name")
+    more: dict[str, float] = Field(
+        default_factory=dict,
+        description="scores beside the one that counts, by name; `prompt_cut`: tokens that a prompt of lm-eval's lost",
+    )
     note: str | None = Field(default=None, description="what a score rests on: a judge's text, the choices' log-probs")
 
 

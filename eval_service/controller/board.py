@@ -53,7 +53,8 @@ class Board:
             self._on_change()
         if report.known == self._table.version:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _POLL_S)
+                async with asyncio.timeout(_POLL_S):
+                    await self._changed.wait()
         return self._table
 
     def holds(self, engine: str) -> bool:

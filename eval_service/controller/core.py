@@ -193,7 +193,7 @@ class Controller:
     async def _rest(self, tick_s: float = TICK_S) -> bool:
         """Wait for the next tick; whether somebody asked for it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(tick_s):  # wait_for would lose a cancellation that comes together with a wake
+            async with asyncio.timeout(tick_s):
                 await self._wake.wait()
         woken = self._wake.is_set()
         self._wake.clear()

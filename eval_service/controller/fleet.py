@@ -81,7 +81,8 @@ class Fleet:
         command = engine.next_command()
         if command is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.changed.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await engine.changed.wait()
             engine.heard_at = self._clock()
             command = engine.next_command()
         return command
@@ -178,7 +179,8 @@ class Fleet:
             if left <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.changed.wait(), min(left, POLL_S))
+                async with asyncio.timeout(min(left, POLL_S)):
+                    await engine.changed.wait()
         return False
 
     # --- what becomes of engines

@@ -37,6 +37,7 @@ class Made:
     weights: Weights
     timings: Mapping[str, float]
     asked: str  # the suite's digest as it was when it was evaluated
+    alarms: tuple[Alarm, ...] = ()  # beside those of the samples and metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class Keeper:
             headline=config.metric,
             direction=config.direction,
             suite_digest=made.asked,
-            alarms=(alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else ()) + odd,
+            alarms=(alarms_of(samples, headline, max_error_rate=_MAX_ERROR_RATE) if samples else ())
+            + odd
+            + made.alarms,
         )
         recorded = False
         with suppress(Fenced):
@@ -105,7 +108,7 @@ def finite(metrics: Mapping[str, Metric]) -> tuple[dict[str, Metric], tuple[Alar
 async def digest_now(suite: LmEvalSuite | FunctionSuite) -> str:
     """What the suite's files come to now; what they did at the start where their storage does not answer in time."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_S):  # wait_for would lose a cancellation that comes with the answer
+        async with asyncio.timeout(LOOK_S):
             return await DaemonThreads("suites").run(suite.digest_now)
     return suite.digest
 

@@ -47,8 +47,8 @@ class Judges:
             return await asyncio.gather(*(self._verdict(target, judge, prompt, room) for prompt in asked))
         finally:
             looking.cancel()
+            self.router.drop_target(target, abort=True)  # before the wait, in which this task may be cancelled
             await asyncio.gather(looking, return_exceptions=True)
-            self.router.drop_target(target, abort=True)
 
     async def _verdict(self, target: str, judge: Judge, prompt: str, room: asyncio.Semaphore) -> Verdict:
         request = {

@@ -108,7 +108,8 @@ class Pinner:
         began = self.clock()
         future = self.fleet.send(engine_id, CommandKind.PIN, order)
         try:
-            result = await asyncio.wait_for(future, order.timeout_s + order.visibility_timeout_s + _MARGIN_S)
+            async with asyncio.timeout(order.timeout_s + order.visibility_timeout_s + _MARGIN_S):
+                result = await future
         except TimeoutError:
             return CommandResult("", ok=False, error=PinError.TIMEOUT, detail="the engine did not answer in time")
         if result.ok and order is self.order:
@@ -202,7 +203,8 @@ class Pinner:
             return "it was lost"
         future = self.fleet.send(engine_id, CommandKind.RESTART)
         try:
-            result = await asyncio.wait_for(future, 2 * self.restart_timeout_s + _MARGIN_S)
+            async with asyncio.timeout(2 * self.restart_timeout_s + _MARGIN_S):
+                result = await future
         except TimeoutError:
             return "it did not come back from a restart in time"
         if not result.ok and result.error is not PinError.REFUSED:

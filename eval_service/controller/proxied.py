@@ -24,6 +24,7 @@ from eval_service.controller.recording import Weights
 from eval_service.fleet_config import EVAL_GROUP, FleetConfig
 from eval_service.functions import SAMPLES
 from eval_service.scratch import Kind, scratch
+from eval_service.suites.alarms import prompt_cut
 from eval_service.suites.kinds import LmEvalSuite
 from router.upstream import Upstream
 
@@ -164,7 +165,8 @@ class ProxiedLane(Lane):
         self._timings["pin_s"] = self.parts.clock() - began
         await self._advance(PointState.RUNNING)
         began = self.parts.clock()
-        await asyncio.wait_for(self._told(process), _READY_S)
+        async with asyncio.timeout(_READY_S):
+            await self._told(process)
         asked = await digest_now(self.tasks)
         await process.ask(**self._order(directory, snapshot))
         while "metrics" not in (told := await self._told(process)):
@@ -175,7 +177,8 @@ class ProxiedLane(Lane):
         weights = Weights(self.pinner.order.weight_version, self.pinner.proof())
         if (after := await digest_now(self.tasks)) != asked:  # which of the two was read, nobody knows
             asked = xxhash.xxh3_128_hexdigest(f"{asked}{after}{self._board_route.name}".encode())
-        return Made(metrics_of(told["metrics"]), directory / SAMPLES, weights, self._timings, asked)
+        metrics, alarms = metrics_of(told["metrics"]), prompt_cut(**told["cuts"])
+        return Made(metrics, directory / SAMPLES, weights, self._timings, asked, alarms)
 
     async def _told(self, process: Apart) -> dict[str, Any]:
         try:
@@ -192,10 +195,12 @@ class ProxiedLane(Lane):
 
     def _order(self, directory: Path, snapshot: Path) -> dict[str, Any]:
         config = self.tasks.config
+        contexts = (engine.report.context_length for engine in self.parts.fleet.leasable())
         return {
             "snapshot": str(snapshot),
             "url": f"{self.proxied.url}/lanes/{self._board_route.name}",
             "key": self.proxied.key,
+            "context": min((length for length in contexts if length), default=None),
             "weight_version": self.pinner.order.weight_version,
             "scratch": str(directory),
             "path": str(self.tasks.path) if self.tasks.path else None,

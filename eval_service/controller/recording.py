@@ -97,7 +97,7 @@ class Recorder:
     async def _changed(self) -> list[tuple[Source, str | None]]:
         """The suite's files that hold something else by now; none where their storage does not answer in time."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):  # wait_for would lose a cancellation that comes with the answer
+            async with asyncio.timeout(LOOK_S):
                 return await self.threads.run(lambda: changed(self.suite.sources))
         return []
 

@@ -322,7 +322,8 @@ class FakeEngine:
         if not self._bites("latency_s"):
             return False
         try:
-            await asyncio.wait_for(self._abort.wait(), latency_s)
+            async with asyncio.timeout(latency_s):
+                await self._abort.wait()
         except TimeoutError:
             return False
         return True

@@ -99,7 +99,8 @@ class ServerProcess:
         }
         try:
             process._write(json.dumps(order).encode() + b"\n")
-            await asyncio.wait_for(process._started.wait(), _START_TIMEOUT_S)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await process._started.wait()
         except (OSError, TimeoutError) as exc:
             await process.stop()
             raise BootFailed("the supervisor did not start") from exc
@@ -122,7 +123,8 @@ class ServerProcess:
             if self._supervisor.stdin is not None:
                 self._supervisor.stdin.close()
         try:
-            await asyncio.wait_for(self.exited.wait(), _STOP_TIMEOUT_S)
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self.exited.wait()
         except TimeoutError:
             self._supervisor.kill()
         await self._reader

@@ -134,7 +134,8 @@ class EngineRunner:
         """Leave, and wait until the controller has nothing more for it, or the time is up."""
         self.leave()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._released.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._released.wait()
 
     async def stop(self) -> None:
         """End the server's process group and the tasks; bounded, and harmless when repeated."""
@@ -281,7 +282,8 @@ class EngineRunner:
         """One poll; how long to wait before the next one."""
         report = self.report()
         try:
-            command = await asyncio.wait_for(self._link.poll(report), self._times.poll_timeout_s)
+            async with asyncio.timeout(self._times.poll_timeout_s):
+                command = await self._link.poll(report)
         except Exception as exc:  # noqa: BLE001 - whatever the link is made of: serving goes on, and it is asked again
             _log.info("engine %s: no controller: %r", self.engine_id, exc)
             return min(_MAX_BACKOFF_S, max(self._times.backoff_s, backoff_s * 2))
@@ -348,7 +350,8 @@ class EngineRunner:
             if exc.error is PinError.DIED:
                 # A dropped connection comes a little before the end of the process; tell of both together.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(server.process.exited.wait(), _DYING_S)
+                    async with asyncio.timeout(_DYING_S):
+                        await server.process.exited.wait()
             return _refused(command, exc.error, exc.detail)
         finally:
             if self._server is server:
@@ -362,7 +365,8 @@ class EngineRunner:
             return _refused(command, PinError.REFUSED, "the engine is not ours to start anew")
         self._restart.set()
         try:
-            await asyncio.wait_for(self._new_server(before), 2 * self._group.start_timeout_s)
+            async with asyncio.timeout(2 * self._group.start_timeout_s):
+                await self._new_server(before)
         except TimeoutError:
             return _refused(command, PinError.TIMEOUT, "the server did not come back")
         return CommandResult(command.id, ok=True)

@@ -98,7 +98,8 @@ class Feed:
                     yield frames
             while not stream.dropped:
                 try:
-                    await asyncio.wait_for(stream.some.wait(), BEAT_S)
+                    async with asyncio.timeout(BEAT_S):
+                        await stream.some.wait()
                 except TimeoutError:
                     yield b": beat\n\n"
                     continue

@@ -47,7 +47,8 @@ class Watch:
             self._watching = asyncio.get_running_loop().create_task(self._watch_on())
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, wait_s)
+                async with asyncio.timeout(wait_s):
+                    await future
         finally:
             self._waiting.discard(future)
 
@@ -99,7 +100,8 @@ class SharedLook:
             self._looking = asyncio.get_running_loop().create_task(self._look_on())
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, min(wait_s, LONG_POLL_S))
+                async with asyncio.timeout(min(wait_s, LONG_POLL_S)):
+                    await future
         finally:
             self._waiting.pop(future, None)
 

@@ -153,7 +153,8 @@ class ServeLink:
 
     async def poll(self, report: EngineReport) -> Command | None:
         """See `ControllerLink`."""
-        answer: Command | None = await asyncio.wait_for(self._controller.poll.remote(report), _POLL_TIMEOUT_S)
+        async with asyncio.timeout(_POLL_TIMEOUT_S):
+            answer: Command | None = await self._controller.poll.remote(report)
         return answer
 
 

@@ -71,7 +71,8 @@ class HttpServer:
         """Take no more, let what is under way end within the grace, and close the socket."""
         self._server.should_exit = True
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(asyncio.wrap_future(self._running), self._grace_s + _START_S)
+            async with asyncio.timeout(self._grace_s + _START_S):
+                await asyncio.wrap_future(self._running)
         self._thread.close(self._grace_s)
         self._socket.close()
 

@@ -61,6 +61,21 @@ def suite_stale(found: Sequence[tuple[Source, str | None]]) -> tuple[Alarm, ...]
     )
 
 
+def prompt_cut(cut: int, prompts: int, most: int, context: int) -> tuple[Alarm, ...]:
+    """What lm-eval's tasks tell of prompts that the engine's context did not hold; `most` is of tokens."""
+    if not cut:
+        return ()
+    tokens = "1 token" if most == 1 else f"up to {most} tokens"
+    return (
+        Alarm(
+            kind=AlarmKind.PROMPT_CUT,
+            message=f"{cut} of {prompts} prompts lost {tokens} at their beginning: the engine's context is {context}, "
+            "for prompt and answer",
+            evidence={"cut": cut, "prompts": prompts, "most_tokens": most, "context": context},
+        ),
+    )
+
+
 def alarms_against(before: Told | None, now: Told) -> tuple[Alarm, ...]:
     """What a point says beside the one before it, by step, of the same run and suite."""
     if before is None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eval_service.contract.results import AlarmKind
 from eval_service.contract.states import PointState
 from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
 from tests.support.live import DONE, Live, wait_for
@@ -23,22 +24,26 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 RUN = "harness"
 DOCUMENTS = 12
+TASKS = ["tiny_generate", "tiny_choose", "long_generate", "long_choose", "long_rolling"]
+CONTEXT = 256  # of the tiny model
 _HF = """
 import json, sys
 from eval_service.apart.lm_eval_worker import evaluate
 from lm_eval.models.huggingface import HFLM
 asked = json.loads(sys.argv[1])
-model = HFLM(pretrained=asked["snapshot"], dtype="float32", device="cpu", batch_size=1)
+model = HFLM(
+    pretrained=asked["snapshot"], dtype="float32", device="cpu", batch_size=1, max_length=asked["max_length"]
+)
 found = evaluate(model, asked)
 print("\\n" + json.dumps({"results": found["results"], "samples": found["samples"]}, default=str))
 """
 
 
 def by_hf(live: Live) -> dict[str, Any]:
-    """What the `hf` backend makes of the same tasks."""
+    """What the `hf` backend makes of the same tasks, with the length that docs/lm_eval.md tells of."""
     asked = {
-        "snapshot": str(live.model), "tasks": ["tiny_generate", "tiny_choose"], "path": str(live.base / "lm_tasks"),
-        "num_fewshot": None, "limit": None, "seed": 0,
+        "snapshot": str(live.model), "tasks": TASKS, "path": str(live.base / "lm_tasks"),
+        "num_fewshot": None, "limit": None, "seed": 0, "max_length": CONTEXT - 8,
     }  # fmt: skip
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", _HF, json.dumps(asked)]
@@ -117,4 +122,24 @@ def test_tasks_of_lm_eval_through_a_lane_have_the_accuracy_and_log_likelihoods_o
     made = [sample.output for sample in samples if sample.dataset == "tiny_generate"]
     assert made == [row["filtered_resps"][0] for row in expected["samples"]["tiny_generate"]]
     assert {sample.weight_version for sample in samples} == {point.weight_version}
-    assert all(sample.engine.startswith("eval-") for sample in samples)
+    assert all(sample.engine.startswith("eval-") for sample in samples if sample.dataset != "long_rolling")
+
+
+def test_prompts_that_the_context_does_not_hold_lose_what_the_hf_backend_takes_from_them_and_point_and_samples_say_so(
+    live: Live, harness: Harness
+) -> None:
+    point, expected = harness.point, harness.expected
+    [alarm] = [alarm for alarm in point.alarms if alarm.kind is AlarmKind.PROMPT_CUT]
+    # One of 300 tokens where 240 and an answer of 8 have room, one of 450 before choices of 2 and 3 where 249 have.
+    assert alarm.evidence == {"cut": 2, "prompts": 2 * DOCUMENTS + 4, "most_tokens": 204, "context": CONTEXT}
+    assert alarm.message.startswith("2 of 28 prompts lost up to 204 tokens at their beginning: the engine's context is")
+    samples = live.samples(point.id)
+    told = {(sample.dataset, len(sample.prompt)): sample.more for sample in samples if sample.more}
+    assert told == {("long_generate", 300): {"prompt_cut": 60.0}, ("long_choose", 450): {"prompt_cut": 204.0}}
+    made = [sample.output for sample in samples if sample.dataset == "long_generate"]
+    assert made == [row["filtered_resps"][0] for row in expected["samples"]["long_generate"]]
+    likely = [max(float(reply[0]) for reply in row["filtered_resps"]) for row in expected["samples"]["long_choose"]]
+    assert [s.logprob for s in samples if s.dataset == "long_choose"] == pytest.approx(likely, abs=1e-3)
+    rolling = [float(sample.output) for sample in samples if sample.dataset == "long_rolling"]
+    whole = [float(row["filtered_resps"][0]) for row in expected["samples"]["long_rolling"]]
+    assert rolling == pytest.approx(whole, abs=1e-2), "of 20 tokens, and of 600 in three windows: nothing is lost"

@@ -51,6 +51,59 @@ def test_the_log_of_an_engine_that_writes_without_end_stays_bounded(
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("after", range(4))
+def test_who_is_cancelled_just_as_the_server_starts_is_cancelled_and_leaves_no_process(
+    after: int, tmp_path: Path
+) -> None:
+    """A replica that is stopped in that moment would go on to wait for its server, and never end."""
+    made: list[ServerProcess] = []
+
+    class Told(ServerProcess):
+        def _hear(self, event: dict[str, object]) -> None:
+            super()._hear(event)
+            if event["event"] == "started":
+                made.append(self)
+                cancelling.append(asyncio.create_task(cancel()))
+
+    async def cancel() -> bool:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        return starting[0].cancel()
+
+    starting: list[asyncio.Task[ServerProcess]] = []
+    cancelling: list[asyncio.Task[bool]] = []
+
+    async def body() -> None:
+        starting.append(asyncio.create_task(Told.start(_plan("import time; time.sleep(600)"), log=tmp_path / "log")))
+        await asyncio.wait(starting, timeout=60)
+        given = await cancelling[0]
+        assert starting[0].cancelled() == given
+        if not given:
+            await made[0].stop()
+        assert not psutil.pid_exists(made[0].server_pid or 0)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_who_is_cancelled_just_as_the_server_is_gone_is_cancelled(after: int, tmp_path: Path) -> None:
+    """A replica that is stopped in that moment would start another one."""
+
+    async def body() -> None:
+        server = await ServerProcess.start(_plan("import time; time.sleep(600)"), log=tmp_path / "log")
+        stopping = asyncio.create_task(server.stop())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await server.exited.wait()
+        for _ in range(after):
+            await asyncio.sleep(0)
+        given = stopping.cancel()
+        await asyncio.wait([stopping], timeout=60)
+        assert stopping.cancelled() == given
+
+    asyncio.run(body())
+
+
 def test_a_place_for_temporary_files_whose_name_leaves_sockets_no_room_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,9 +94,7 @@ class Live:
         by_work = str(self._by_work).lower()
         fleet = _FLEET.format(grade=self.grade, bounds=self.bounds, autoscale=by_work, settings=self.settings)
         (self.base / "fleet.toml").write_text(fleet + self.more)
-        shutil.copytree(EXAMPLES / "lm_tasks", self.base / "lm_tasks")
-        harness = (EXAMPLES / "lm_eval.toml").read_text()
-        (self.base / "suites.toml").write_text("\n".join((_SUITES, self._examples(), harness)))
+        (self.base / "suites.toml").write_text("\n".join((_SUITES, self._examples(), self._harness())))
 
     def _examples(self) -> str:
         """The suites of the examples, with their data beside them; any text at all is a verdict of the tiny judge."""
@@ -104,6 +102,13 @@ class Live:
         shutil.copy(EXAMPLES / "own_scorers.py", self.base)
         text = (EXAMPLES / "suites.toml").read_text()
         return text.replace(r"'\b(yes|no)\b'", "'()'").replace("{ yes = 1.0, no = 0.0 }", '{ "" = 1.0 }')
+
+    def _harness(self) -> str:
+        """lm-eval's tasks of the examples, and those of `lm_tasks`, some of whose texts are longer than the context."""
+        for tasks_ in (EXAMPLES / "lm_tasks", Path(__file__).parent / "lm_tasks"):
+            shutil.copytree(tasks_, self.base / "lm_tasks", dirs_exist_ok=True)
+        text = (EXAMPLES / "lm_eval.toml").read_text()
+        return text.replace('"tiny_choose"]', '"tiny_choose", "long_generate", "long_choose", "long_rolling"]')
 
     def start(self) -> None:
         """Start `evalfleet serve`, and wait until its engines are ready."""

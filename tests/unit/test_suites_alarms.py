@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval_service.contract.results import Alarm, AlarmKind, Direction, Metric, SampleView
-from eval_service.suites.alarms import COMPARING, Told, alarms_against, alarms_of
+from eval_service.suites.alarms import COMPARING, Told, alarms_against, alarms_of, prompt_cut
 from eval_service.suites.statistics import mean_of
 from tests.support.views import sample
 
@@ -74,6 +74,19 @@ def test_scores_and_log_probs_that_are_no_numbers_are_told() -> None:
 def test_errors_are_told_from_half_of_what_would_fail_the_point(errored: int, most: float) -> None:
     samples = [sample(i, error="no" if i < errored else None) for i in range(100)]
     assert (K.ERROR_RATE in own(samples, most=most)) == (errored > 0 and errored / 100 > most / 2)
+
+
+def test_prompts_that_lost_their_beginning_are_told_with_how_many_and_how_much() -> None:
+    (alarm,) = prompt_cut(12, 200, 35, 2048)
+    assert alarm.message.startswith(
+        "12 of 200 prompts lost up to 35 tokens at their beginning: the engine's context is 2048"
+    )
+    assert (alarm.kind, alarm.evidence) == (
+        K.PROMPT_CUT,
+        {"cut": 12, "prompts": 200, "most_tokens": 35, "context": 2048},
+    )
+    assert "lost 1 token at" in prompt_cut(3, 5, 1, 64)[0].message
+    assert prompt_cut(0, 200, 0, 2048) == ()
 
 
 # --- a point beside the one before
