@@ -1,8 +1,8 @@
 """The two parts that a launch starts, and whatever they leave behind.
 
-This process adopts orphans (PR_SET_CHILD_SUBREAPER), so all that a part ever started stays below it and can be found,
-in whatever session; each part's processes carry its name in their environment. A part ends with this process, also
-when that is killed (PR_SET_PDEATHSIG).
+This process adopts orphans, so all that a part ever started stays below it and can be found, in whatever session; each
+part's processes carry its name in their environment. A part ends with this process, also when that is killed
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +20,11 @@ from typing import IO
 
 import psutil
 
+from eval_service.orphans import alive
+
 MARK = "EVALFLEET_LAUNCH_PART"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what loses its own, from now on."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def bury(parts: Collection[int]) -> None:
-    """Reap what was adopted and has ended, so that a long run gathers no zombies; the parts themselves are Popen's."""
-    with suppress(ChildProcessError):
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid in parts:
-                return
-            os.waitpid(ended.si_pid, 0)
 
 
 def environment() -> dict[str, str]:
@@ -95,13 +83,13 @@ class Part:
     def children(self) -> list[psutil.Process]:
         """What its first process has started itself."""
         with suppress(psutil.Error):
-            return [child for child in psutil.Process(self.process.pid).children() if _alive(child)]
+            return [child for child in psutil.Process(self.process.pid).children() if alive(child)]
         return []
 
     def left(self) -> list[psutil.Process]:
         """All of its processes but the first."""
         below = psutil.Process().children(recursive=True)
-        return [child for child in below if child.pid != self.process.pid and _alive(child) and self._owns(child)]
+        return [child for child in below if child.pid != self.process.pid and alive(child) and self._owns(child)]
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
@@ -115,10 +103,3 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False

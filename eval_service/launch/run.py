@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Protocol
 
+from eval_service import orphans
 from eval_service.access.config import Scope, TokenConfig
 from eval_service.access.keyring import HASHED, plain_tokens
 from eval_service.contract.client import EvalClient
@@ -29,7 +30,7 @@ from eval_service.contract.wire import EngineState, OnTimeout
 from eval_service.fleet_config import EVAL_GROUP
 from eval_service.launch.layout import VISIBLE
 from eval_service.launch.plan import LaunchPlan, Service
-from eval_service.launch.processes import Part, adopt_orphans, bury, send
+from eval_service.launch.processes import Part, send
 from eval_service.ports import free_port
 
 LOOK_S = 0.2
@@ -62,7 +63,7 @@ def run_launch(plan: LaunchPlan, start: Starter = Part.start, *, linger_s: float
         ConfigError: the port is taken.
         Unavailable: the service did not come up, so that nothing was trained.
     """
-    adopt_orphans()
+    orphans.adopt()
     launch = Launch(plan, start, linger_s=linger_s)
     with launch.signals.installed():
         try:
@@ -210,7 +211,7 @@ class Launch:
         while trainer.running:
             self._pass_on(trainer, told)
             self._see_to_service()
-            bury({part.process.pid for part in (self.trainer, self.service) if part is not None})
+            orphans.bury({part.process.pid for part in (self.trainer, self.service) if part is not None})
             self.signals.pause(LOOK_S)
         code = trainer.process.returncode
         return code if code >= 0 else 128 - code

@@ -16,16 +16,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.contract.errors import ConfigError
 from eval_service.fleet_config import FleetConfig, load_fleet
 from eval_service.ports import free_port
 from eval_service.scratch import Kind, Scratch, collect
+from eval_service.serve.ending import Ending, ray_died
 from eval_service.serve.settings import Settings, check
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
@@ -70,10 +71,12 @@ def serve_forever(
     collect()
     scratch = Scratch.make(Kind.RAY) if address is None else None
     temp_dir = scratch.path if scratch is not None else None
+    ending = Ending(stop, scratch)
+    ending.begin()
     try:
         if temp_dir is not None:
             _make_token(temp_dir)
-        _init_ray(address, temp_dir)
+        _init_ray(address, temp_dir, ending)
         settings = settings.with_grades(cuda=ray.cluster_resources().get("GPU", 0) > 0)
         settings = replace(settings, joined=address is not None)
         serve.start(proxy_location="Disabled")  # the gateway has a port of its own
@@ -82,15 +85,15 @@ def serve_forever(
         print(f"evalfleet: serving at http://{fleet.service.host}:{fleet.service.port}", flush=True)
         if (proxy := settings.proxy) is not None:
             print(f"evalfleet: lanes at http://{proxy.host}:{proxy.port}/lanes/{{point}}", flush=True)
-        _stay(stop, ray.nodes)
+        _stay(stop, ending.ray_lives if address is None else lambda: any(node["Alive"] for node in ray.nodes()))
         print("evalfleet: stopping", flush=True)
         serve.delete(APPLICATION)
         if address is None:
             serve.shutdown()
     finally:
+        ending.leave()
         ray.shutdown()
-        if scratch is not None:
-            scratch.remove()
+        ending.close()
 
 
 def _deploy(serve: Any, application: Any, name: str) -> None:
@@ -103,15 +106,15 @@ def _deploy(serve: Any, application: Any, name: str) -> None:
         raise
 
 
-def _stay(stop: threading.Event, nodes: Callable[[], Sequence[Mapping[str, Any]]], *, look_s: float = 5.0) -> None:
+def _stay(stop: threading.Event, lives: Callable[[], bool], *, look_s: float = 5.0) -> None:
     """Wait to be told to stop; without Ray there is nothing to stay for, and whoever watches this process restarts it.
 
     Raises:
         Unavailable: no node of the cluster is alive.
     """
     while not stop.wait(look_s):
-        if not any(node["Alive"] for node in nodes()):
-            raise Unavailable("Ray has died, and the service with it", hint="start it again: what was queued goes on")
+        if not lives():
+            raise ray_died()
 
 
 def overridden(fleet: FleetConfig, host: str | None = None, port: int | None = None) -> FleetConfig:
@@ -176,7 +179,7 @@ def _make_token(directory: Path) -> None:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 
 
-def _init_ray(address: str | None, temp_dir: Path | None) -> None:
+def _init_ray(address: str | None, temp_dir: Path | None, ending: Ending) -> None:
     import ray
 
     # A controller that hangs holds the lock; a graceful stop would only wait for it. Serve reads this where it runs.
@@ -194,6 +197,7 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if address is not None:
         ray.init(address=address, namespace="evalfleet", log_to_driver=False)
+        ending.joined(ray.get_runtime_context().gcs_address)
         return
     ray.init(
         namespace="evalfleet",
@@ -202,6 +206,7 @@ def _init_ray(address: str | None, temp_dir: Path | None) -> None:
         _temp_dir=str(temp_dir),
         log_to_driver=False,
     )
+    ending.own(ray.get_runtime_context().gcs_address)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
