@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 128 + signal.SIGTERM
+SAME_WISH_S = 2.0
 
 
 class Stopped(Exception):
@@ -17,7 +18,9 @@ class Stopped(Exception):
 class StopFlag:
     """Whether the run was asked to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_at = 0.0
         self.is_set = False
         self.cuts_waits = True  # until the drain, whose waiting is what a stop asks for
 
@@ -33,13 +36,19 @@ class StopFlag:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Answer the first SIGTERM with the flag, and a second one with the default (death)."""
+        """Answer the first SIGTERM with the flag, and a second one with the default (death).
+
+        Who ends a whole job sends it to the launcher, to torchrun and to the ranks, and the former pass it on: what
+        comes within `SAME_WISH_S` of the first is the same wish.
+        """
 
         def handle(number: int, _: object) -> None:
-            if self.is_set:
+            now = self._clock()
+            if not self.is_set:
+                self.is_set, self._asked_at = True, now
+            elif now - self._asked_at > SAME_WISH_S:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-            self.is_set = True
 
         before = signal.signal(signal.SIGTERM, handle)
         try:

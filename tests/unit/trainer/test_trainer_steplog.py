@@ -11,7 +11,7 @@ import pytest
 from trainer.config import TrainSection
 from trainer.crash import VARIABLE, InjectedFault, crash_point
 from trainer.steplog import StepLog, read_steplog
-from trainer.stopping import StopFlag, Stopped
+from trainer.stopping import SAME_WISH_S, StopFlag, Stopped
 
 
 def test_numbers_go_on_over_launches_and_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
@@ -36,6 +36,22 @@ def test_a_stop_is_a_flag_that_cuts_waits_until_the_drain() -> None:
         stop.sleep(10)
     stop.cuts_waits = False
     stop.sleep(0)
+
+
+def test_a_signal_that_comes_several_ways_is_one_wish_and_a_later_one_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    died: list[int] = []
+    stop = StopFlag(clock=lambda: now)
+    monkeypatch.setattr(signal, "raise_signal", died.append)
+    with stop.installed():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        now += SAME_WISH_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.is_set, died) == (True, [])
+        now += 0.1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert died == [signal.SIGTERM]
 
 
 def test_a_crash_point_is_silent_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
