@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -13,7 +14,10 @@ import pytest
 lm_eval_instance = pytest.importorskip("lm_eval.api.instance")
 
 from eval_service.apart.lane_lm import LaneLM, key_of  # noqa: E402 - lm-eval is an extra
-from eval_service.apart.lm_eval_worker import check_template, cuts_of, samples_of  # noqa: E402
+from eval_service.apart.lm_eval_worker import check_template, cuts_of, main, samples_of  # noqa: E402
+from eval_service.contract.states import PointState, Reason  # noqa: E402
+from eval_service.controller.outcomes import LaneEnd  # noqa: E402
+from eval_service.controller.proxied import ProxiedLane  # noqa: E402
 from eval_service.suites.chat import NoTemplate  # noqa: E402
 from tests.support.engine_model import CONTEXT, VOCAB_SIZE, make_model  # noqa: E402
 
@@ -131,6 +135,35 @@ def test_a_snapshot_without_a_chat_template_is_refused_by_the_suites_key_with_th
     check_template(lane, {"suite": "mine", "options": {"apply_chat_template": False}})
     lane.tokenizer.chat_template = TEMPLATE
     check_template(lane, {"suite": "mine", "options": {"apply_chat_template": True}})
+
+
+class Between:
+    """The worker's parent, and the lane's process: what the one is told, the other answers."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self.last: dict[str, Any] = {}
+
+    def asked(self) -> dict[str, Any]:
+        return self._order
+
+    def tell(self, **message: Any) -> None:
+        self.last = message
+
+    async def answer(self) -> dict[str, Any]:
+        return self.last
+
+
+def test_a_point_that_asks_chats_of_a_snapshot_without_a_template_is_skipped_and_says_why(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    order = {"snapshot": str(tmp_path / "model"), "url": "http://lane", "weight_version": "v", "concurrency": 1,
+             "key": None, "context": None, "suite": "mine", "options": {"apply_chat_template": True}}  # fmt: skip
+    told: Any = Between(order)
+    main(told)
+    with pytest.raises(LaneEnd) as end:
+        asyncio.run(ProxiedLane._told(cast("Any", None), told))
+    assert (end.value.state, end.value.reason) == (PointState.SKIPPED, Reason.SNAPSHOT_INVALID)
+    assert "suites.mine.apply_chat_template: the snapshot has no chat template" in str(end.value.detail)
 
 
 @pytest.mark.parametrize(("engines", "heeded"), [(None, CONTEXT), (64, 64), (10**6, CONTEXT)])
