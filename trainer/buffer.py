@@ -63,7 +63,7 @@ class HostBuffer:
         with ExitStack() as stack:
             if self.on_gpu:
                 stack.enter_context(torch.cuda.device(self._near.device))
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             for to, source in zip(torch.split(self.flat, piece), torch.split(self._near, piece), strict=True):
                 to.copy_(source, non_blocking=True)
                 if self.on_gpu:

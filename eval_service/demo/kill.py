@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eval_service.contract.states import PointState
-from eval_service.contract.wire import EngineState, EngineView, FleetView, PointView, SampleView
-from eval_service.fleet_config import EVAL_GROUP
+from eval_service.contract.wire import EngineState, FleetView, PointView, SampleView
+from eval_service.demo.service import engines_of
 
 AFTER_DONE = 3  # points that must be done first: the kill falls in the middle of the run
 STOPPED_S = 4.0  # at most; the view is written once a second
@@ -84,7 +84,7 @@ class EngineKiller:
             self.stopped = None
 
     def _stop(self, running: dict[str, PointView], view: FleetView) -> None:
-        ready = [engine for engine in _engines(view) if engine.state is EngineState.READY]
+        ready = [engine for engine in engines_of(view) if engine.state is EngineState.READY]
         newest = max(running.values(), key=lambda point: point.started_at or 0.0)
         # The view may be from before the point: an engine that it shows on it comes first, then any.
         for engine in sorted(ready, key=lambda engine: engine.point not in running):
@@ -101,7 +101,7 @@ class EngineKiller:
         told = view is not None and (view.seen_at or 0.0) > stopped.at + VIEW_S
         if not told and point.id in running and self.clock() - stopped.at < STOPPED_S:
             return None
-        engine = next((engine for engine in _engines(view) if engine.id == stopped.engine), None)
+        engine = next((engine for engine in engines_of(view) if engine.id == stopped.engine), None)
         busy = engine is not None and engine.point == point.id and engine.in_flight > 0
         if engine is None or not (told and busy and point.id in running):
             self.let_go()
@@ -119,10 +119,6 @@ class EngineKiller:
             point_state_after=state(point.id),
         )
         return self.kill
-
-
-def _engines(view: FleetView | None) -> list[EngineView]:
-    return [engine for group in view.groups if group.name == EVAL_GROUP for engine in group.engines] if view else []
 
 
 def proof(kill: Kill, point: PointView, samples: Sequence[SampleView], expected: int) -> dict[str, Any]:

@@ -69,8 +69,12 @@ def fleet(client: EvalClient) -> FleetView | None:
 
 def engines(client: EvalClient) -> list[EngineView]:
     """The eval group's engines as last seen; none while the service can't say."""
-    groups = view.groups if (view := fleet(client)) else ()
-    return [engine for group in groups if group.name == EVAL_GROUP for engine in group.engines]
+    return engines_of(fleet(client))
+
+
+def engines_of(view: FleetView | None) -> list[EngineView]:
+    """The eval group's engines in a view, if there is one."""
+    return [engine for group in view.groups if group.name == EVAL_GROUP for engine in group.engines] if view else []
 
 
 def port_of(url: str) -> int | None:
