@@ -87,10 +87,11 @@ class ServedLane:
 
     @property
     def outlook(self) -> Outlook:
-        """What is told of it."""
+        """What is told of it. Before the proxy has heard of it no engine serves it: there it is no lane till then."""
         detail = None if self.proven or not self.failed else "; ".join(sorted(set(self.failed.values())))
-        version = self.pinner.order.weight_version if self.proven else None
-        return Outlook(len(self.proven), version, detail)
+        engines = len(self.proven) if self.parts.board.known(self.point.id) else 0
+        version = self.pinner.order.weight_version if engines else None
+        return Outlook(engines, version, detail)
 
     # --- engines
 

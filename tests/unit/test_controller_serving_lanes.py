@@ -14,6 +14,7 @@ from eval_service.controller.costs import Costs
 from eval_service.controller.pinning import Outcome, Verdict
 from eval_service.controller.serving import ServedLane, ServedParts, Serving
 from eval_service.ledger.servings import Outlook
+from router.proxy import TableReport
 
 
 def go(body: Callable[[], Awaitable[None]]) -> None:
@@ -49,6 +50,32 @@ def test_an_engine_whose_pin_failed_by_its_own_fault_is_had_again_and_the_snapsh
         assert lane.engines == set()
         assert lane.outlook.detail == "it was killed"
         assert (lane.claim.wants, "e" not in lane.claim.refused) == (1, again)
+
+    go(body)
+
+
+def test_no_engine_is_told_to_serve_before_the_proxy_has_heard_of_the_lane() -> None:
+    """It would answer whoever asks at once that there is no such lane."""
+
+    async def pin(_engine: str) -> Outcome:
+        engine.pinned = pinner.order
+        return Outcome(Verdict.PROVEN)
+
+    parts = parts_of("e")
+    engine: Any = parts.fleet.engines["e"]
+    engine.report = SimpleNamespace(api_key=None, url="http://127.0.0.1:9")
+    pinner: Any = SimpleNamespace(pin=pin, order=SimpleNamespace(weight_version="v"))
+
+    async def body() -> None:
+        point: Any = SimpleNamespace(id="p", run="r", vocab_size=8)
+        lane = ServedLane(point, pinner, parts)
+        lane.join("e")
+        await lane.pins["e"]
+        assert lane.outlook == Outlook(0, None, None)
+        await parts.board.poll(TableReport(0, 0))
+        assert lane.outlook == Outlook(0, None, None)
+        await parts.board.poll(TableReport(0, 0, demand={"p": 0}))
+        assert lane.outlook == Outlook(1, "v", None)
 
     go(body)
 
