@@ -2,7 +2,8 @@
 
 The engine's server process gets SIGKILL while the point that it is leased to is running and requests are in flight on
 it; another engine is there to take them over. A point may be over within half a second, and the fleet's view is a
-second old: the process is stopped first, and killed once a later view shows its requests in flight.
+second old: all engines are stopped first, so that the point stays as it is. One that a later view shows with requests
+in flight is killed, and the others go on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,11 +41,9 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """An engine that waits for the view that shows it busy."""
+    """Engines, with their processes, that wait for the view that shows one busy."""
 
-    engine: str
-    pid: int
-    point: PointView
+    pids: Mapping[str, int]
     at: float
 
 
@@ -65,7 +64,7 @@ class EngineKiller:
     def consider(
         self, points: Sequence[PointView], fleet: Callable[[], FleetView | None], state: Callable[[str], str]
     ) -> Kill | None:
-        """Stop an engine, kill the one that is stopped, or let it go on, as the moment is; say what was killed."""
+        """Stop the engines, kill one that is stopped, or let them go on, as the moment is; say what was killed."""
         if self.kill is not None or sum(point.state is PointState.DONE for point in points) < AFTER_DONE:
             return None
         running = {point.id: point for point in points if point.state is PointState.RUNNING}
@@ -73,51 +72,52 @@ class EngineKiller:
         if self.stopped is not None:
             return self._decide(self.stopped, running, view, state)
         if view is not None:
-            self._stop(running, view)
+            self._stop(view)
         return None
 
     def let_go(self) -> None:
         """Whoever is stopped goes on."""
         if self.stopped is not None:
-            with suppress(ProcessLookupError):
-                self.signal_process(self.stopped.pid, signal.SIGCONT)
+            for pid in self.stopped.pids.values():
+                with suppress(ProcessLookupError):
+                    self.signal_process(pid, signal.SIGCONT)
             self.stopped = None
 
-    def _stop(self, running: dict[str, PointView], view: FleetView) -> None:
+    def _stop(self, view: FleetView) -> None:
         ready = [engine for engine in engines_of(view) if engine.state is EngineState.READY]
-        newest = max(running.values(), key=lambda point: point.started_at or 0.0)
-        # The view may be from before the point: an engine that it shows on it comes first, then any.
-        for engine in sorted(ready, key=lambda engine: engine.point not in running):
-            pid = engine.server_pid
-            if len(ready) > 1 and pid is not None and self.owns(pid):
+        pids = {engine.id: engine.server_pid for engine in ready if engine.server_pid and self.owns(engine.server_pid)}
+        if len(ready) < 2:
+            return
+        self.stopped = Stopped(pids, self.clock())
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
                 self.signal_process(pid, signal.SIGSTOP)
-                self.stopped = Stopped(engine.id, pid, running.get(engine.point or "", newest), self.clock())
-                return
 
     def _decide(
         self, stopped: Stopped, running: dict[str, PointView], view: FleetView | None, state: Callable[[str], str]
     ) -> Kill | None:
-        point = stopped.point
         told = view is not None and (view.seen_at or 0.0) > stopped.at + VIEW_S
-        if not told and point.id in running and self.clock() - stopped.at < STOPPED_S:
+        if not told and running and self.clock() - stopped.at < STOPPED_S:
             return None
-        engine = next((engine for engine in engines_of(view) if engine.id == stopped.engine), None)
-        busy = engine is not None and engine.point == point.id and engine.in_flight > 0
-        if engine is None or not (told and busy and point.id in running):
+        found = [engine for engine in engines_of(view) if engine.id in stopped.pids] if told else []
+        busy = [engine for engine in found if engine.point in running and engine.in_flight]
+        if not busy:
             self.let_go()
             return None
-        self.signal_process(stopped.pid, signal.SIGKILL)
-        self.stopped = None
+        engine = max(busy, key=lambda engine: engine.in_flight)
+        pid, point = stopped.pids[engine.id], running[str(engine.point)]
+        self.signal_process(pid, signal.SIGKILL)
         self.kill = Kill(
             engine=engine.id,
-            pid=stopped.pid,
+            pid=pid,
             nonce=engine.nonce,
             in_flight=engine.in_flight,
             point=point.id,
             step=point.step,
             at=self.clock(),
-            point_state_after=state(point.id),
+            point_state_after=state(point.id),  # before anybody takes its requests over
         )
+        self.let_go()
         return self.kill
 
 

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import psutil
 import typer
 
 from eval_service.cli.progress import bar
@@ -161,8 +163,20 @@ class Demo:
             killed = self.family.end()
         self.left_behind += [f"had to be killed: {name}" for name in killed]
         self.left_behind += [f"process {process.pid}" for process in self.family.members()]
-        self.left_behind += [f"port {port}" for port in sorted(self.seen.ports) if service.listens(port)]
+        left = [port for port in sorted(self.seen.ports) if service.listens(port) and not self._anothers(port)]
+        self.left_behind += [f"port {port}" for port in left]
         self.left_behind += self.workspace.partial()
+
+    def _anothers(self, port: int) -> bool:
+        """Whether somebody else has been given a port of ours since: they are not marked, and work elsewhere."""
+        found = service.listeners(port)
+        return bool(found) and not any(self.family.owns(each.pid) or self._works_here(each) for each in found)
+
+    def _works_here(self, process: psutil.Process) -> bool:
+        try:
+            return Path(process.cwd()).is_relative_to(self.workspace.out)
+        except psutil.Error:
+            return False
 
     def _close(self, built: Built) -> int:
         found = self._findings(built)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+import psutil
+
 from eval_service import ports
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError, Unavailable
@@ -87,6 +89,16 @@ def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
+
+
+def listeners(port: int) -> list[psutil.Process]:
+    """Who listens on a local port, as far as that can be seen."""
+    with suppress(psutil.Error):
+        found = [
+            conn.pid for conn in psutil.net_connections("tcp") if conn.status == "LISTEN" and conn.laddr[1] == port
+        ]
+        return [psutil.Process(pid) for pid in found if pid is not None]
+    return []
 
 
 def _wait(child: Child, done: Callable[[], bool], timeout_s: float, complaint: str) -> None:

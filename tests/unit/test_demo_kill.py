@@ -18,7 +18,8 @@ OVER = point(100, 0.5)
 BUSY = engine("eval-1", point=RUNNING.id, in_flight=5)
 IDLE = engine("eval-1", point=RUNNING.id, in_flight=0)
 OTHER = engine("eval-2", server_pid=4343)
-STOP, KILL, CONTINUE = (4242, signal.SIGSTOP), (4242, signal.SIGKILL), (4242, signal.SIGCONT)
+STOP, GO_ON = [(4343, signal.SIGSTOP), (4242, signal.SIGSTOP)], [(4343, signal.SIGCONT), (4242, signal.SIGCONT)]
+KILL = [(4242, signal.SIGKILL), *GO_ON]
 
 
 class Stage:
@@ -33,41 +34,52 @@ class Stage:
             signal_process=lambda pid, number: self.sent.append((pid, number)),
         )
 
+    def _state(self, _: str) -> str:
+        return "running" if self.sent[-1] == (4242, signal.SIGKILL) else "done, for the others went on"
+
     def look(
         self, engines: Sequence[EngineView], points: Sequence[PointView] = (*DONE, RUNNING), *, age_s: float = 0.0
     ) -> None:
         group = GroupView(name="eval", kind="pinned", grade="fake", desired=2, ready=2, engines=tuple(engines))
         view = FleetView(groups=(group,), seen_at=self.now - age_s)
-        self.killer.consider(points, lambda: view, lambda _: "running")
+        self.killer.consider(points, lambda: view, self._state)
         self.now += 1.0
 
 
-def test_an_engine_is_stopped_and_killed_once_it_is_seen_with_requests_in_flight() -> None:
+def test_engines_are_stopped_and_one_that_is_seen_with_requests_in_flight_is_killed() -> None:
     stage = Stage()
     stage.look([OTHER, BUSY])
-    assert stage.sent == [STOP]
+    assert stage.sent == STOP
     stage.look([OTHER, BUSY])
-    assert stage.sent == [STOP, KILL]
+    assert stage.sent == [*STOP, *KILL]
     assert stage.killer.kill is not None
     assert (stage.killer.kill.engine, stage.killer.kill.step, stage.killer.kill.in_flight) == ("eval-1", 100, 5)
+    assert stage.killer.kill.point_state_after == "running"
 
 
 def test_a_point_too_short_for_the_view_to_show_is_caught() -> None:
     """The view is from before the point, as it always is where a point takes less than the view's second."""
     stage = Stage()
-    stage.look([engine("eval-1"), OTHER], age_s=0.9)
-    assert stage.sent == [STOP]
-    stage.look([BUSY, OTHER], age_s=1.0)
-    assert stage.sent == [STOP], "a view from before the stop says nothing of it"
-    stage.look([BUSY, OTHER], age_s=0.2)
-    assert stage.sent == [STOP, KILL]
+    stage.look([OTHER, engine("eval-1")], age_s=0.9)
+    assert stage.sent == STOP
+    stage.look([OTHER, BUSY], age_s=1.0)
+    assert stage.sent == STOP, "a view from before the stop says nothing of it"
+    stage.look([OTHER, BUSY], age_s=0.2)
+    assert stage.sent == [*STOP, *KILL]
+
+
+def test_the_engine_whose_pin_is_still_under_way_is_no_matter_where_the_other_one_is_at_work() -> None:
+    stage = Stage()
+    stage.look([OTHER, IDLE])
+    stage.look([engine("eval-2", server_pid=4343, point=RUNNING.id, in_flight=3), IDLE])
+    assert stage.sent == [*STOP, (4343, signal.SIGKILL), *GO_ON]
 
 
 def test_it_is_killed_once() -> None:
     stage = Stage()
     for _ in range(5):
         stage.look([OTHER, BUSY])
-    assert stage.sent == [STOP, KILL]
+    assert stage.sent == [*STOP, *KILL]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +97,10 @@ def test_what_was_stopped_in_vain_goes_on_and_the_next_point_is_tried(
     stage = Stage()
     stage.look([OTHER, BUSY])
     stage.look(engines, points)
-    assert stage.sent == [STOP, CONTINUE]
+    assert stage.sent == [*STOP, *GO_ON]
     stage.look([OTHER, BUSY])
     stage.look([OTHER, BUSY])
-    assert stage.sent == [STOP, CONTINUE, STOP, KILL]
+    assert stage.sent == [*STOP, *GO_ON, *STOP, *KILL]
 
 
 def test_it_is_not_stopped_for_long_where_the_view_is_not_written() -> None:
@@ -96,7 +108,7 @@ def test_it_is_not_stopped_for_long_where_the_view_is_not_written() -> None:
     stage.look([OTHER, BUSY])
     stage.now += STOPPED_S
     stage.look([OTHER, BUSY], age_s=60.0)
-    assert stage.sent == [STOP, CONTINUE]
+    assert stage.sent == [*STOP, *GO_ON]
 
 
 def test_an_engine_that_is_stopped_goes_on_when_the_watching_ends() -> None:
@@ -104,7 +116,7 @@ def test_an_engine_that_is_stopped_goes_on_when_the_watching_ends() -> None:
     stage.look([OTHER, BUSY])
     stage.killer.let_go()
     stage.killer.let_go()
-    assert stage.sent == [STOP, CONTINUE]
+    assert stage.sent == [*STOP, *GO_ON]
 
 
 def test_not_before_three_points_are_done() -> None:

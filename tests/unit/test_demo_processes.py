@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval_service.demo.plan import DemoOptions, Plan
 from eval_service.demo.processes import DemoError, Family
+from eval_service.demo.run import Demo
+from eval_service.demo.workspace import Workspace
 
 # A child that starts a grandchild in a session of its own, says its pid, and obeys SIGTERM without telling it.
 PARENT = """
@@ -101,3 +105,26 @@ def test_a_child_that_failed_shows_the_end_of_its_log(
     assert child.wait(30)
     with pytest.raises(DemoError, match=r"the service ended with code 1; .*log ends:\nno such model"):
         child.must_run()
+
+
+LISTENER = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        server.accept()
+"""
+
+
+def test_a_port_that_somebody_else_has_been_given_since_is_not_left_behind(tmp_path: Path) -> None:
+    demo = Demo(DemoOptions(out=tmp_path), Plan(), Workspace(tmp_path))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as anothers,
+        subprocess.Popen([sys.executable, "-c", LISTENER], cwd=tmp_path, stdout=subprocess.PIPE) as unmarked,
+    ):
+        assert unmarked.stdout is not None
+        port = int(unmarked.stdout.readline())
+        demo.seen.ports |= {anothers.getsockname()[1], port}
+        demo._end()
+        unmarked.kill()
+    assert demo.left_behind == [f"port {port}"]
