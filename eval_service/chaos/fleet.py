@@ -20,12 +20,13 @@ from eval_service.chaos.watch import Seen, Watch, wait_until
 from eval_service.chaos.world import World, known_prompts
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError
-from eval_service.contract.wire import RunSpec
+from eval_service.contract.wire import EngineView, RunSpec
 from eval_service.demo.processes import Family, terminable
 from eval_service.demo.service import free_port
 from eval_service.scratch import Kind, Scratch
 
 _SETTLE_S = 90.0
+_ANSWER_S = 30.0
 
 Say = Callable[[str], None]
 
@@ -46,25 +47,32 @@ class Fleet:
 
     def end(self, done: Sequence[Done], faults: Sequence[Fault], say: Say) -> Evidence:
         """Drain, stop the service, and gather what is to be seen."""
-        seen = self._settle(say)
-        orphans, pinned = [*self.service.orphans, *self._strays()], self._pinned()
+        seen, strays = self._settle(say)
+        orphans, pinned = [*self.service.orphans, *strays], self._pinned()
         self.records.close()
         say("stopping the service")
         orphans += [f"{name} had to be killed" for name in self.service.stop()]
         return self._evidence(done, faults, seen, orphans, pinned)
 
-    def _settle(self, say: Say) -> Seen:
-        """Drain every run, and wait for reservations to expire and for what is left over to be collected."""
+    def _settle(self, say: Say) -> tuple[Seen, list[str]]:
+        """Drain every run, and wait for reservations to expire and for what is left over to be collected; what is left
+        of the engines all the same."""
         self.victims.release()
         for run in self.trainers.runs:
             self.drain(run)
         say("drained; waiting for the last reservations and for what is left over")
         seen = self.watch.end()
-        wait_until(lambda: not self.records.open_points(), 30.0)
+        wait_until(lambda: not self.records.open_points(), 60.0)
         # With a part of the service switched off nothing may ever come of that.
-        wait_until(lambda: not self._scraps() and self._kept_enough(), 5.0 if os.environ.get(DISABLE) else 25.0)
-        wait_until(lambda: not self._strays(), 15.0)
-        return seen
+        wait_until(lambda: not self._scraps() and self._kept_enough(), 5.0 if os.environ.get(DISABLE) else 90.0)
+        strays: list[str] = []
+
+        def none() -> bool:
+            strays[:] = self._strays()
+            return not strays
+
+        wait_until(none, 60.0)
+        return seen, strays
 
     def drain(self, run: str) -> None:
         """Drain one run, and note what keeps it from being drained."""
@@ -79,12 +87,22 @@ class Fleet:
 
     def _pinned(self) -> frozenset[str]:
         """Digests of what engines hold."""
-        views = self.service.views(self.client)
-        return frozenset(view.snapshot for view in views if view.snapshot is not None)
+        return frozenset(view.snapshot for view in self._views() if view.snapshot is not None)
+
+    def _views(self) -> list[EngineView]:
+        """The engines; a service that does not answer is asked again, for it says nothing of them."""
+        found: list[EngineView] = []
+
+        def look() -> bool:
+            found[:] = self.service.views(self.client)
+            return bool(found)
+
+        wait_until(look, _ANSWER_S)
+        return found
 
     def _strays(self) -> list[str]:
         """Engines and supervisors that belong to no engine of the fleet."""
-        views = self.service.views(self.client)
+        views = self._views()
         known = {view.server_pid for view in views} | {view.supervisor_pid for view in views}
         found = pids([*self.victims.find(Part.ENGINE), *self.victims.find(Part.SUPERVISOR)])
         return [f"process {pid} belongs to no engine" for pid in sorted(found - known)]

@@ -28,7 +28,7 @@ TRIES = 2
 PASSES = 3
 _FELT_S = 10.0
 _REPLACED_S = 60.0
-_SUCCESSOR_S = 30.0
+_SUCCESSOR_S = 60.0
 _STARTED_S = 10.0
 _LEAST_BYTES = 1
 _PROXY_S = 4.0  # with the least that a fault holds: longer than its lease
@@ -123,13 +123,13 @@ class Injector:
         with self._alone:
             return self.service.kill(self.client), "the whole service, started again"
 
-    def _victim(self, fault: Fault, part: Part, *, age_s: float = 0.0) -> psutil.Process | None:
+    def _victim(self, fault: Fault, part: Part, *, age_s: float = 0.0, at_work: bool = False) -> psutil.Process | None:
         found: list[psutil.Process] = []
 
         def look() -> bool:
             stopped = list(self.victims.stopped)
             found[:] = [process for process in self.victims.find(part, age_s=age_s) if process not in stopped]
-            if age_s:  # on a busy machine a start may take longer than that
+            if age_s or at_work:  # on a busy machine a start may take longer than an age
                 serving = self._serving(part)
                 found[:] = [process for process in found if serving is None or process.pid in serving]
             return bool(found)
@@ -169,7 +169,7 @@ class Injector:
 
     def _lose_lock(self, fault: Fault, part: Part) -> tuple[bool, str]:
         """The old controller goes on while the next one acts: only the epoch stands between them."""
-        victim, before = self._victim(fault, part), self.records.acting()
+        victim, before = self._victim(fault, part, at_work=True), self.records.acting()
         if victim is None or before is None or not self.victims.stop(victim):
             return False, "no controller was stopped"
         self.service.world.lock.unlink(missing_ok=True)

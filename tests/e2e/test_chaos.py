@@ -13,7 +13,7 @@ import pytest
 
 from eval_service.chaos.faults import FaultKind
 
-pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(960)]
 
 
 def _chaos(tmp_path: Path, *arguments: str, disable: str = "") -> tuple[int, dict[str, Any]]:
@@ -23,7 +23,7 @@ def _chaos(tmp_path: Path, *arguments: str, disable: str = "") -> tuple[int, dic
         env={**os.environ, "EVALFLEET_CHAOS_DISABLE": disable},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
