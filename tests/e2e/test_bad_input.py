@@ -246,7 +246,7 @@ def test_a_token_id_beyond_the_vocabulary_is_its_samples_error_and_kills_no_engi
     point = _end(live, "beyond")
     assert point.state is DONE, point.detail
     assert [bool(sample.error) for sample in live.samples(point.id)] == [False, True]
-    assert {engine.id: engine.nonce for engine in live.engines()} == before
+    assert {engine.id: engine.nonce for engine in live.wait_engines()} == before
 
 
 def test_after_all_of_it_a_sound_snapshot_is_evaluated_and_a_callers_directory_is_never_deleted(live: Live) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -12,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
+from eval_service.chaos.victims import alive
 from eval_service.contract.errors import Conflict
 from eval_service.contract.serving import ServingView
 from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
 from tests.support.live import DONE, SUITE, Live, wait_for
+from tests.support.work import Work
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -27,11 +27,11 @@ RUN = "talked-to"
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "sort: cab"}], "max_tokens": 6, "temperature": 0}
 
 
-def _dispatch(live: Live, step: int, suite: str = SUITE) -> str:
+def _dispatch(live: Live, step: int) -> str:
     request = DispatchRequest(
         run=RUN,
         step=step,
-        suites=(suite,),
+        suites=(SUITE,),
         kind=Kind.MANUAL,
         source=Source.CALLER,
         snapshot=str(live.model),
@@ -108,17 +108,22 @@ def test_a_task_of_inspect_ai_runs_against_a_checkpoint_and_has_its_answers(
 
 
 def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(live: Live, point: PointView) -> None:
-    running = _dispatch(live, 1, "slow")
-    with pytest.raises(Conflict, match="wait until it has ended"):
-        live.client.serve(running)
     view = live.client.serve(point.id, for_s=300.0)
     lane = view.url.removesuffix(point.id)
+    work = Work(live, "evaluated", "slow")
+    live.client.pause(work.run)
+    work.begin()
+    [waiting] = live.points(work.run)
+    with pytest.raises(Conflict, match="wait until it has ended"):
+        live.client.serve(waiting.id)
+    live.client.resume(work.run)
 
     def elsewhere() -> bool:
-        return httpx.post(f"{lane}{running}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 409
+        newest = live.points(work.run)[-1].id
+        return httpx.post(f"{lane}{newest}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 409
 
-    wait_for(elsewhere, "the running point to be known as the controller's")
-    live.ended(RUN, 2)
+    work.until(elsewhere, "the running point to be known as the controller's")
+    work.whole()
     ended = live.client.end_serving(point.id)
     assert not ended.open
 
@@ -144,13 +149,9 @@ def test_points_are_evaluated_beside_a_lane_that_people_use(live: Live, point: P
 def test_a_proxy_killed_comes_back_at_its_port_and_serves_what_it_served(
     live: Live, point: PointView, serving: ServingView
 ) -> None:
-    proxies = [
-        process
-        for process in psutil.Process(live.child.process.pid).children(recursive=True)
-        if "ServeReplica:evalfleet:proxy" in " ".join(process.cmdline())
-    ]
-    assert len(proxies) == 1
-    proxies[0].send_signal(signal.SIGKILL)
+    killed = live.replica("proxy")
+    killed.kill()
+    wait_for(lambda: not alive(killed), "its end")
 
     def answers() -> bool:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from eval_service.chaos.victims import Part, Victims
+from eval_service.chaos.victims import Part, Victims, alive
 from eval_service.contract.wire import DispatchRequest, RunSpec, Source
 from tests.support.live import SUITE, Live, wait_for
 
@@ -53,8 +53,10 @@ def test_a_points_life_is_told_whole_and_in_order_while_the_gateway_is_killed(li
     asked = {"run": run, "step": 0, "reservation": str(uuid.uuid4())}
     live.client.dispatch(DispatchRequest.model_validate(asked))
     seen = [next(states)]
-    os.kill(Victims(live.family).find(Part.GATEWAY)[-1].pid, signal.SIGKILL)
-    wait_for(lambda: not _answers(live), "the gateway's end")
+    victims = Victims(live.family)
+    killed = victims.find(Part.GATEWAY)[-1]
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_for(lambda: not alive(killed), "the gateway's end")
     wait_for(lambda: _answers(live), "another gateway")
     asked |= {"snapshot": str(live.model), "source": Source.CALLER}
     live.client.dispatch(DispatchRequest.model_validate(asked))

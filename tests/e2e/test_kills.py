@@ -7,59 +7,45 @@ import signal
 import threading
 import time
 import uuid
+from contextlib import suppress
+from typing import Self
 
 import psutil
 import pytest
 
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import EvalfleetError
-from eval_service.contract.states import PointState
-from eval_service.contract.wire import DispatchRequest, EngineView, PointView, RunSpec, Source
-from tests.support.live import DONE, PROMPTS, SUITE, Live, wait_for
+from eval_service.contract.wire import DispatchRequest, EngineView, PointView, RunSpec
+from tests.support.live import SUITE, Live, wait_for
+from tests.support.work import Work
 
 pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(400)]
 
 
-def _begin(live: Live, run: str, suite: str = "slow") -> PointView:
-    """Dispatch the base model, and wait until its samples are under way."""
-    live.client.put_run(run, RunSpec(root=str(live.root), suites=(suite,)))
-    live.client.dispatch(
-        DispatchRequest(run=run, step=0, source=Source.CALLER, snapshot=str(live.model), reservation=str(uuid.uuid4()))
-    )
+def _stopped_while_running(work: Work) -> tuple[psutil.Process, PointView]:
+    """The controller, stopped while a point runs, which no other can end."""
 
-    def running() -> PointView | None:
-        found = live.points(run)
-        return found[0] if found and found[0].state is PointState.RUNNING else None
+    def look() -> tuple[psutil.Process, PointView] | None:
+        if work.running() is None:
+            return None
+        with suppress(psutil.NoSuchProcess):
+            controller = work.live.replica("controller")
+            controller.suspend()
+            if (point := work.running()) is not None:
+                return controller, point
+            controller.resume()
+        return None
 
-    return wait_for(running, f"{run} to run")
-
-
-def _at_work(live: Live, point: PointView) -> EngineView:
-    """An engine that has requests of the point in flight."""
-
-    def busy() -> EngineView | None:
-        found = [engine for engine in live.engines() if engine.point == point.id and engine.in_flight]
-        return found[0] if found else None
-
-    return wait_for(busy, "an engine at work", 30)
-
-
-def _one_end(live: Live, run: str) -> PointView:
-    [point] = live.ended(run, 1, timeout_s=180)
-    assert point.state is DONE, point.detail
-    samples = live.samples(point.id)
-    assert sorted(sample.index for sample in samples) == list(range(PROMPTS))
-    assert {sample.weight_version for sample in samples} == {point.weight_version}
-    return point
+    return work.until(look, "a point to run")
 
 
 def test_an_engine_killed_in_mid_point_costs_no_sample_and_comes_back_with_its_pin_gone(live: Live) -> None:
     live.wait_engines()
-    point = _begin(live, "kill-engine")
-    victim = _at_work(live, point)
+    work = Work(live, "kill-engine", "slow")
+    victim = work.stop_engine()
     assert victim.server_pid is not None
     os.kill(victim.server_pid, signal.SIGKILL)
-    done = _one_end(live, "kill-engine")
+    done = next(point for point in work.whole() if point.id == victim.point)
     assert {sample.engine for sample in live.samples(done.id)} - {victim.id}, "the others took over"
 
     def back() -> EngineView | None:
@@ -72,29 +58,29 @@ def test_an_engine_killed_in_mid_point_costs_no_sample_and_comes_back_with_its_p
 def test_the_controller_killed_while_a_point_runs_ends_it_once_and_dispatch_answers_all_the_while(live: Live) -> None:
     live.wait_engines()
     live.client.put_run("meanwhile", RunSpec(root=str(live.root), suites=(SUITE,), max_in_flight=10_000))
-    _begin(live, "kill-controller")
-    epoch = live.client.status().epoch
-    answers = _Dispatches(live.url)
-    answers.start()
-    live.replica("controller").send_signal(signal.SIGKILL)
-    wait_for(lambda: live.client.status().epoch > epoch, "another controller", 60)
-    done = _one_end(live, "kill-controller")
-    answers.finish()
+    work = Work(live, "kill-controller", "slow")
+    with _Dispatches(live.url) as answers:
+        epoch = live.client.status().epoch
+        controller, point = _stopped_while_running(work)
+        controller.kill()
+        wait_for(lambda: live.client.status().epoch > epoch, "another controller")
+        done = next(done for done in work.whole() if done.id == point.id)
+        wait_for(lambda: answers.count >= 10, "ten dispatches")
     assert answers.errors == []
-    assert answers.count >= 10
     assert done.attempts == 2
-    assert len(live.client.points(run="kill-controller").points) == 1
+    assert live.client.points(run="kill-controller").total == work.steps
 
 
 def test_an_engines_whole_replica_killed_leaves_no_orphan_and_its_point_ends(live: Live) -> None:
     live.wait_engines()
-    point = _begin(live, "kill-replica")
-    victim = _at_work(live, point)
+    work = Work(live, "kill-replica", "slow")
+    victim = work.stop_engine()
     assert victim.server_pid is not None
     assert victim.replica_pid is not None
     os.kill(victim.replica_pid, signal.SIGKILL)
-    _one_end(live, "kill-replica")
-    wait_for(lambda: not psutil.pid_exists(victim.server_pid or 0), "its server to be ended", 30)
+    work.let_go(victim)
+    work.whole()
+    wait_for(lambda: not psutil.pid_exists(victim.server_pid or 0), "its server to be ended")
 
     def replaced() -> bool:
         return victim.id not in [engine.id for engine in live.wait_engines()]
@@ -103,7 +89,7 @@ def test_an_engines_whole_replica_killed_leaves_no_orphan_and_its_point_ends(liv
 
 
 class _Dispatches(threading.Thread):
-    """Reserves without a pause, and keeps what went wrong."""
+    """Reserves without a pause, and keeps what went wrong; use it as a context."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -123,7 +109,10 @@ class _Dispatches(threading.Thread):
                     self.errors.append(f"after {time.monotonic() - began:.1f} s: {exc}")
                 self.count += 1
 
-    def finish(self) -> None:
-        """End it."""
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stop_asked.set()
-        self.join(30)
+        self.join()  # each of its calls has a deadline of its own

@@ -20,7 +20,7 @@ from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec
 from tests.support.live import DONE, Live, wait_for
 from tests.support.processes import assert_gone, tree
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 RUN, CHAT_RUN = "harness", "instruct"
 DOCUMENTS = 12
@@ -49,7 +49,7 @@ def by_hf(live: Live) -> list[dict[str, Any]]:
     }  # fmt: skip
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", _HF, json.dumps(asked)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

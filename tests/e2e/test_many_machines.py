@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ import pytest
 import yaml
 
 from eval_service.contract.states import ENDS
-from eval_service.contract.wire import DispatchRequest, EngineView, PointView, RunSpec, Source
+from eval_service.contract.wire import EngineView
 from eval_service.demo.processes import Child, Family
 from tests.support.cluster import TOLD
-from tests.support.live import DONE, ENGINES, PROMPTS, SUITE, Live, wait_for
+from tests.support.live import ENGINES, SUITE, Live, wait_for
+from tests.support.work import Work
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(240)]
@@ -130,38 +130,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     assert left == [], f"these had to be killed: {left}"
 
 
-def dispatch(live: Live, run: str, steps: range) -> None:
-    live.client.put_run(run, RunSpec(root=str(live.root), suites=(SUITE,), max_in_flight=8))
-    for step in steps:
-        live.client.dispatch(
-            DispatchRequest(
-                run=run, step=step, snapshot=str(live.model), source=Source.CALLER, reservation=str(uuid.uuid4())
-            )
-        )
-
-
-def at_work(live: Live, run: str) -> EngineView:
-    """An engine with requests of a point of the run in flight."""
-
-    def look() -> EngineView | None:
-        live.child.must_run()
-        return next((engine for engine in live.engines() if engine.point and engine.in_flight), None)
-
-    return wait_for(look, f"an engine at work for {run}", 60)
-
-
 def raylet_of(engine: EngineView) -> psutil.Process:
     assert engine.replica_pid is not None
     return next(each for each in psutil.Process(engine.replica_pid).parents() if each.name() == "raylet")
-
-
-def whole(live: Live, points: list[PointView]) -> None:
-    """Each was done once, with each of its samples once."""
-    for point in points:
-        assert point.state is DONE, point.detail
-        samples = live.samples(point.id)
-        assert sorted(sample.index for sample in samples) == list(range(PROMPTS))
-        assert {sample.weight_version for sample in samples} == {point.weight_version}
 
 
 def gone(pids: list[int | None]) -> bool:
@@ -180,14 +151,13 @@ def test_engines_are_known_by_an_address_that_other_nodes_reach(machines: Machin
 
 def test_a_node_lost_in_mid_point_costs_no_sample_and_leaves_no_process(machines: Machines) -> None:
     live = machines.live
-    dispatch(live, "lose-node", range(2))
-    victim = at_work(live, "lose-node")
-    raylet_of(victim).send_signal(signal.SIGKILL)
-    points = live.ended("lose-node", 2)
-    whole(live, points)
-    engines = {sample.engine for point in points for sample in live.samples(point.id)}
-    assert engines - {victim.id}, "the other node took over"
-    wait_for(lambda: gone([victim.replica_pid, victim.server_pid, victim.supervisor_pid]), "its processes to end", 30)
+    work = Work(live, "lose-node", SUITE, at_once=2)
+    victim = work.stop_engine()
+    raylet_of(victim).kill()
+    work.let_go(victim)
+    work.whole()
+    assert {sample.engine for sample in live.samples(str(victim.point))} - {victim.id}, "the other node took over"
+    wait_for(lambda: gone([victim.replica_pid, victim.server_pid, victim.supervisor_pid]), "its processes to end")
 
 
 @pytest.mark.skipif("EVALFLEET_MACHINES" not in os.environ, reason="a second cluster takes a minute: make machines")
@@ -195,9 +165,9 @@ def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_poi
     machines: Machines,
 ) -> None:
     live = machines.live
-    dispatch(live, "lose-head", range(2))
-    survivor = at_work(live, "lose-head")
-    before = {point.id: point.attempts for point in live.points("lose-head")}
+    work = Work(live, "lose-head", SUITE, at_once=2)
+    survivor = work.stop_engine()
+    before = {point.id for point in live.points("lose-head")}
     for pid in machines.head:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -208,7 +178,5 @@ def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_poi
     assert machines.child is not None
     machines.child.stop(30)
     machines.start(0, deployed)
-    points = live.ended("lose-head", 2)
-    assert {point.id for point in points} == before.keys(), "no point twice"
-    whole(live, points)
+    assert {point.id for point in work.whole()} == before, "no point twice"
     assert all(point.state in ENDS for point in live.points("lose-node")), "what had ended stays as it is"

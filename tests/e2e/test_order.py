@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import uuid
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from eval_service.contract import names
 from eval_service.contract.manifest import Manifest, read_manifest
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import DispatchRequest, Kind, RunSpec, Source
-from eval_service.demo.service import free_port
 from tests.support.live import DONE, SUITE, Live, Training, wait_for
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -164,9 +164,11 @@ def test_a_trainer_killed_between_publishing_and_posting_has_its_point_taken_in_
 
 
 def test_with_the_service_away_training_goes_on_and_the_outbox_keeps_what_the_scan_takes_in(live: Live) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    training = Training(live, "away", {"eval": {"url": nobody, "drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}})
-    training.train()
+    with socket.socket() as nobody:  # holds the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        training = Training(live, "away", {"eval": {"url": url, "drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}})
+        training.train()
     receipt = json.loads((live.root / "away" / names.OUTBOX / names.RECEIPT).read_text())
     assert not receipt["drained"]
     assert {line["step"] for line in receipt["deferred"]} == {0, 2, 4}

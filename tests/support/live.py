@@ -162,14 +162,17 @@ class Live:
         return []
 
     def replica(self, deployment: str) -> psutil.Process:
-        """The process of a deployment's one replica; the newest, where one has not quite ended."""
-        found = []
-        for process in self.family.members():
-            with suppress(psutil.Error):  # it has ended meanwhile
-                if f"ServeReplica:evalfleet:{deployment}" in " ".join(process.cmdline()):
-                    found.append((process.create_time(), process))
-        assert found, f"no process of {deployment}"
-        return max(found, key=lambda each: each[0])[1]
+        """The process of a deployment's one replica; the newest, where one has not quite ended, or the next."""
+
+        def look() -> psutil.Process | None:
+            found = []
+            for process in self.family.members():
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    if f"ServeReplica:evalfleet:{deployment}" in " ".join(process.cmdline()):
+                        found.append((process.create_time(), process))
+            return max(found, key=lambda each: each[0])[1] if found else None
+
+        return wait_for(look, f"a process of {deployment}")
 
     def points(self, run: str, **query: Any) -> list[PointView]:
         """A run's points that count."""
