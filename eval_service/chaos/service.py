@@ -102,7 +102,7 @@ class Service:
 
     def stop(self) -> list[str]:
         """SIGTERM, and what did not end by itself."""
-        left = self.victims.family.end(grace_s=60.0, linger_s=20.0)
+        left = self.victims.family.end(grace_s=90.0, linger_s=20.0)
         deadline = time.monotonic() + 5.0
         while self.victims.family.members() and time.monotonic() < deadline:
             time.sleep(0.1)

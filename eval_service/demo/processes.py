@@ -125,7 +125,7 @@ class Family:
         """All that live now."""
         return [process for process in psutil.process_iter() if process.pid != os.getpid() and self.owns(process.pid)]
 
-    def end(self, *, grace_s: float = 60.0, linger_s: float = 15.0) -> list[str]:
+    def end(self, *, grace_s: float = 90.0, linger_s: float = 15.0) -> list[str]:
         """End everything, the youngest child first; return what did not end in order and had to be killed."""
         left = [child.name for child in reversed(self.children) if not child.stop(grace_s)]
         for process in self._linger(linger_s):
