@@ -20,7 +20,7 @@ from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec
 from tests.support.live import DONE, SUITE, Live, wait_for
 from tests.support.work import Work
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "talked-to"
@@ -92,7 +92,7 @@ def test_a_task_of_inspect_ai_runs_against_a_checkpoint_and_has_its_answers(
     command += ["--log-dir", str(tmp_path), "--log-format", "json", "--display", "none"]
     environment = {**os.environ, "LANE_BASE_URL": f"{serving.url}/v1", "LANE_API_KEY": "none"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     [log] = tmp_path.glob("*.json")
     told = json.loads(log.read_text())

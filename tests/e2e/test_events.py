@@ -15,7 +15,7 @@ from eval_service.chaos.victims import Part, Victims, alive
 from eval_service.contract.wire import DispatchRequest, RunSpec, Source
 from tests.support.live import SUITE, Live, wait_for
 
-pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(400)]
 
 
 def _states(live: Live, run: str, step: int, until: str) -> Iterator[str]:

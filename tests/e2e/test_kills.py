@@ -78,8 +78,8 @@ def test_an_engines_whole_replica_killed_leaves_no_orphan_and_its_point_ends(liv
     assert victim.server_pid is not None
     assert victim.replica_pid is not None
     os.kill(victim.replica_pid, signal.SIGKILL)
-    work.let_go(victim)
     work.whole()
+    work.let_go(victim)
     wait_for(lambda: not psutil.pid_exists(victim.server_pid or 0), "its server to be ended")
 
     def replaced() -> bool:

@@ -154,8 +154,8 @@ def test_a_node_lost_in_mid_point_costs_no_sample_and_leaves_no_process(machines
     work = Work(live, "lose-node", SUITE, at_once=2)
     victim = work.stop_engine()
     raylet_of(victim).kill()
-    work.let_go(victim)
     work.whole()
+    work.let_go(victim)
     assert {sample.engine for sample in live.samples(str(victim.point))} - {victim.id}, "the other node took over"
     wait_for(lambda: gone([victim.replica_pid, victim.server_pid, victim.supervisor_pid]), "its processes to end")
 
