@@ -30,7 +30,7 @@ from tests.support.live import ENGINES, SUITE, Live, wait_for
 from tests.support.work import Work
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.destructive, pytest.mark.timeout(600)]
 MORE = """
 [groups.eval.overrides]
 latency_s = 1.2
@@ -171,10 +171,11 @@ def test_after_the_head_was_lost_and_started_again_from_a_serve_config_every_poi
     for pid in machines.head:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    work.let_go(survivor)
     # Without a GCS that outlives its head the nodes end too, and with them their engines.
-    assert live.child.wait(60), "the command ends, so that whoever watches it starts it again"
+    assert live.child.wait(120), "the command ends, so that whoever watches it starts it again"
     assert live.child.process.returncode != 0
-    wait_for(lambda: gone([survivor.replica_pid, survivor.server_pid, survivor.supervisor_pid]), "its engines' end", 60)
+    wait_for(lambda: gone([survivor.replica_pid, survivor.server_pid, survivor.supervisor_pid]), "its engines' end")
     assert machines.child is not None
     machines.child.stop(30)
     machines.start(0, deployed)

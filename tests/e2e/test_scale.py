@@ -302,7 +302,8 @@ def replace_controller(live: Live) -> None:
         return now if now is not None and now.epoch > epoch and now.controller_alive else None
 
     epoch = wait_for(partial(acting, -1), "a controller").epoch
-    live.replica("controller").kill()
+    with suppress(psutil.NoSuchProcess):
+        live.replica("controller").kill()
     wait_for(partial(acting, epoch), "the next controller")
 
 
