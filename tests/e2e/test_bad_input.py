@@ -228,15 +228,15 @@ def test_an_unknown_field_is_refused_by_name(live: Live) -> None:
 
 
 def test_one_reservation_cannot_have_two_snapshots(live: Live) -> None:
-    _put_run(live, "twice")
+    _put_run(live, "once")
     reservation = str(uuid.uuid4())
-    _dispatch(live, "twice", live.model, source=Source.CALLER, reservation=reservation)
-    again = _dispatch(live, "twice", live.model, source=Source.CALLER, reservation=reservation)
+    _dispatch(live, "once", live.model, source=Source.CALLER, reservation=reservation)
+    again = _dispatch(live, "once", live.model, source=Source.CALLER, reservation=reservation)
     assert again.outcome is Granted.KNOWN
     with pytest.raises(Conflict) as caught:
-        _dispatch(live, "twice", live.root / "twice" / "other", source=Source.CALLER, reservation=reservation)
+        _dispatch(live, "once", live.root / "once" / "other", source=Source.CALLER, reservation=reservation)
     assert caught.value.field == "snapshot"
-    assert len(live.ended("twice", 1)) == 1
+    assert len(live.ended("once", 1)) == 1
 
 
 def test_a_token_id_beyond_the_vocabulary_is_its_samples_error_and_kills_no_engine(live: Live) -> None:
