@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -27,6 +27,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 def send(transport: Transport, upstream: Upstream) -> tuple[asyncio.Task[Reply | Broken], Exchange]:
     exchange = Exchange(upstream.id, asyncio.get_running_loop().create_future())
     return asyncio.create_task(transport.send(upstream, REQUEST, exchange, timeout_s=20.0)), exchange
+
+
+def _none_left(router: Router) -> bool:
+    return router._transport is not None and not router._transport._live()
 
 
 async def test_connections_are_kept_and_used_again() -> None:
@@ -53,8 +57,7 @@ async def test_a_connection_that_the_upstream_closes_while_idle_is_no_fault() ->
         for _ in range(3):
             assert (await router.post("lane", "/generate", b"{}", timeout_s=20)).attempts == 1
             await closed.acquire()
-            transport: Any = router._transport
-            await until(lambda transport=transport: not transport._live())  # the end of it has come here too
+            await until(partial(_none_left, router))  # the end of it has come here too
         assert router.stats().faults == {}
 
 
