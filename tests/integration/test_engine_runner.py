@@ -53,14 +53,14 @@ class Fleet:
         runner = EngineRunner(
             "engine-1", "eval", group, node="here", options=options, link=self.link, times=times, places=places
         )
-        others = set(psutil.Process().children(recursive=True))  # such as what the session's fixtures have started
+        others = set(psutil.Process().children())  # such as what the session's fixtures have started
         running = asyncio.create_task(runner.run())
         try:
             yield runner
         finally:
             await runner.stop()
             await running
-            assert set(psutil.Process().children(recursive=True)) <= others
+            assert set(psutil.Process().children()) <= others  # what those start themselves is theirs
 
     async def ready(self) -> EngineReport:
         """The report of an engine that is up."""

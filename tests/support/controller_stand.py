@@ -121,9 +121,8 @@ class Stand:
         **service: Any,
     ) -> None:
         self.root = root
-        self._others = set(
-            psutil.Process().children(recursive=True)
-        )  # such as what the session's fixtures have started
+        # Such as what the session's fixtures have started; what those start is theirs, as a database's workers are.
+        self._others = set(psutil.Process().children())
         self._times = times
         self._boot = boot_server if processes else boot_inner
         self.runs = root / "runs"
@@ -192,7 +191,7 @@ class Stand:
         await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self.database.close()
-        left = set(psutil.Process().children(recursive=True)) - self._others
+        left = set(psutil.Process().children()) - self._others
         assert not left, left
 
     def hold_scoring(self) -> None:

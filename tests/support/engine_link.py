@@ -44,7 +44,8 @@ class TestLink:
         self.results |= {result.id: result for result in report.results}
         self._news.set()
         try:
-            return await asyncio.wait_for(self._commands.get(), _POLL_S)
+            async with asyncio.timeout(_POLL_S):
+                return await self._commands.get()
         except TimeoutError:
             return None
 

@@ -30,7 +30,7 @@ from eval_service.ledger.schema import alembic_version, meta, metadata
 _PLACES = (Path("/usr/lib/postgresql"), Path("/usr/local/lib/postgresql"), Path("/opt/homebrew/opt"))
 _START_S = 30.0
 _PR_SET_PDEATHSIG = 1
-_FAST = {"fsync": "off", "full_page_writes": "off", "max_connections": "60"}
+_FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum": "off", "max_connections": "60"}
 _EMPTY = "; ".join(
     [
         *(f"DELETE FROM {table}" for table in reversed(metadata.sorted_tables) if table not in (meta, alembic_version)),

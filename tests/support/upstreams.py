@@ -23,12 +23,15 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class FakeUpstream:
-    """Answers POST with its own id; holds every request while `open` is clear."""
+    """Answers POST with its own id; holds every request while `open` is clear. `first`: statuses of its first answers,
+    after which it is `status`.
+    """
 
     id: str
     url: str = ""
     open: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 200
+    first: list[int] = field(default_factory=list)
     health: int | None = 200  # None: the probe hangs
     in_flight: int = 0
     peak: int = 0
@@ -55,7 +58,7 @@ class FakeUpstream:
             raise
         finally:
             self.in_flight -= 1
-        return web.json_response({"by": self.id}, status=self.status)
+        return web.json_response({"by": self.id}, status=self.first.pop(0) if self.first else self.status)
 
     async def tell_health(self, _: web.Request) -> web.Response:
         if self.health is None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,13 @@ def test_without_tokens_no_page_of_another_site_gets_through(tmp_path: Path) -> 
     assert status("POST", host="127.0.0.1:8700") == 200
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes, so that no bucket fills while the tests' requests are made."""
+    monkeypatch.setattr("eval_service.gateway.guard.Rates", partial(Rates, clock=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("still")
 def test_more_requests_than_the_bound_are_429_with_a_time_and_others_go_on(tmp_path: Path) -> None:
     api = guarded(tmp_path, requests_per_s=0.1)
     assert api.request("GET", "/runs", headers=bearing(READER)).status_code == 200
@@ -247,6 +255,7 @@ def test_more_requests_than_the_bound_are_429_with_a_time_and_others_go_on(tmp_p
     assert api.request("GET", "/runs", headers=bearing(ADMIN)).status_code == 200
 
 
+@pytest.mark.usefixtures("still")
 def test_wrong_tokens_are_counted_and_hold_up_no_good_one(tmp_path: Path) -> None:
     api = guarded(tmp_path)
     told = [api.request("GET", "/runs", headers=bearing("wrong" * 8)).status_code for _ in range(60)]

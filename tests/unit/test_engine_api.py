@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from eval_service.engine.errors import EngineDown, EngineError, EngineRefused, EngineTimeout
 from eval_service.engine.grades import Keys
 from eval_service.engine.sglang_api import SglangApi
-from eval_service.ports import free_port
 
 Call = Callable[[SglangApi], Awaitable[Any]]
 KEYS = Keys("api-key", "admin-key")
@@ -45,11 +45,11 @@ def _http(body: bytes, status: str = "200 OK") -> bytes:
 
 
 def _info(api: SglangApi) -> Awaitable[Any]:
-    return api.model_info(timeout_s=5.0)
+    return api.model_info(timeout_s=60.0)
 
 
 def _update(api: SglangApi) -> Awaitable[Any]:
-    return api.update_weights_from_disk("/nowhere", "label", timeout_s=5.0)
+    return api.update_weights_from_disk("/nowhere", "label", timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,10 @@ def test_each_bad_answer_is_an_error_of_ours(reply: bytes | None, call: Call, er
 
 def test_nobody_listening_is_down_and_no_answer_is_a_timeout() -> None:
     async def refused() -> None:
-        async with SglangApi(f"http://127.0.0.1:{free_port('127.0.0.1')}", KEYS) as api:
-            await api.model_info()
+        with socket.socket() as bound:  # and not listening: nobody else can listen there meanwhile
+            bound.bind(("127.0.0.1", 0))
+            async with SglangApi(f"http://127.0.0.1:{bound.getsockname()[1]}", KEYS) as api:
+                await api.model_info()
 
     with pytest.raises(EngineDown):
         asyncio.run(refused())

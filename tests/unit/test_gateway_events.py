@@ -227,7 +227,7 @@ def test_one_stream_too_many_is_503(api: Api, url: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(feed_module, "MOST_STREAMS", 1)
 
     async def ask() -> int:
-        async with following(url), httpx.AsyncClient(base_url=url) as client:
+        async with following(url), httpx.AsyncClient(base_url=url, timeout=_WAIT_S) as client:
             await until_followed(api, 1)
             return (await client.get("/events")).status_code
 
@@ -236,7 +236,7 @@ def test_one_stream_too_many_is_503(api: Api, url: str, monkeypatch: pytest.Monk
 
 def test_fifty_streams_share_one_reader(api: Api, url: str) -> None:
     async def read() -> list[list[int]]:
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(3 * _WAIT_S):
             streams = [following(url) for _ in range(50)]
             readers = [await stream.__aenter__() for stream in streams]
             await until_followed(api, 50)

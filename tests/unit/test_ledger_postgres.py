@@ -22,7 +22,7 @@ from eval_service.contract.wire import DispatchRequest, FleetView
 from eval_service.fleet_config import FleetConfig
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import EventLog
-from eval_service.ledger.lock import LEASE_S, LeaseLock
+from eval_service.ledger.lock import LeaseLock
 from eval_service.ledger.moves import Moves
 from eval_service.ledger.schema import events, points
 from eval_service.ledger.store import parsed
@@ -35,6 +35,7 @@ from tests.support.relay import Lost, Relay
 
 S = PointState
 FAILOVER_S = 30.0  # 10 s are promised, to who has a machine that tests don't share
+ENDLESS_S = 3600.0  # the lease of who finds everybody alive who has shown himself at all
 SECRET = "hunter2"
 
 
@@ -53,7 +54,7 @@ from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.lock import LeaseLock
 from eval_service.ledger.store import parsed
 database = Database(sys.argv[1])
-lock = LeaseLock(parsed(sys.argv[1]), lease_s=float(sys.argv[2]))
+lock = LeaseLock(parsed(sys.argv[1]))
 assert lock.try_take()
 epoch = database.take_epoch()
 def write():
@@ -70,15 +71,18 @@ for _ in range(2):
 
 
 @contextmanager
-def holder(url: str, lease_s: float) -> Iterator[subprocess.Popen[str]]:
+def holder(url: str) -> Iterator[subprocess.Popen[str]]:
     """A controller in a process of its own, within a write transaction."""
-    command = [sys.executable, "-c", HOLDER, url, str(lease_s)]
+    command = [sys.executable, "-c", HOLDER, url]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "in it\n"
+            another = LeaseLock(parsed(url), lease_s=ENDLESS_S)
+            assert not another.try_take()
+            another.release()
             yield process
         finally:
             process.kill()
@@ -96,9 +100,8 @@ def taken_after_s(ledger: Ledger, lock: LeaseLock) -> float:
 
 def test_a_controller_that_hangs_within_a_write_is_replaced_and_writes_nothing_after(ledger: Ledger) -> None:
     """Its session is open and its host answers for it: only its lease and its silence tell."""
-    with holder(ledger.db.url, LEASE_S) as hung:
-        lock = LeaseLock(parsed(ledger.db.url))
-        assert not lock.try_take()
+    lock = LeaseLock(parsed(ledger.db.url))
+    with holder(ledger.db.url) as hung:
         hung.send_signal(signal.SIGSTOP)
         assert taken_after_s(ledger, lock) < FAILOVER_S
         point = ledger.live(S.RUNNING, 1)
@@ -112,9 +115,8 @@ def test_a_controller_that_hangs_within_a_write_is_replaced_and_writes_nothing_a
 
 
 def test_a_controller_that_is_killed_is_replaced_and_its_write_is_undone(ledger: Ledger) -> None:
-    with holder(ledger.db.url, 1.5) as killed:
-        lock = LeaseLock(parsed(ledger.db.url), lease_s=1.5)
-        assert not lock.try_take()
+    lock = LeaseLock(parsed(ledger.db.url), lease_s=1.5)
+    with holder(ledger.db.url) as killed:
         killed.kill()
         assert taken_after_s(ledger, lock) < FAILOVER_S
     assert ledger.views.run("r1").step != 99
@@ -122,7 +124,7 @@ def test_a_controller_that_is_killed_is_replaced_and_its_write_is_undone(ledger:
 
 
 def test_one_of_many_has_the_lock_and_gives_it_up_at_once(ledger: Ledger) -> None:
-    locks = [LeaseLock(parsed(ledger.db.url)) for _ in range(4)]
+    locks = [LeaseLock(parsed(ledger.db.url), lease_s=ENDLESS_S) for _ in range(4)]
     taken: list[bool] = []
     threads = [threading.Thread(target=lambda lock=lock: taken.append(lock.try_take())) for lock in locks]
     for thread in threads:
@@ -302,7 +304,7 @@ def test_a_lock_outlives_a_server_that_was_away_for_a_moment(ledger: Ledger, pos
     postgres_server.start()
     with pytest.raises(Unavailable):
         LeaseLock(parsed(ledger.db.url.replace("evalfleet@", "nobody@"))).try_take()
-    other = LeaseLock(parsed(ledger.db.url))
+    other = LeaseLock(parsed(ledger.db.url), lease_s=ENDLESS_S)
     assert not other.try_take()
     assert lock.held
     lock.release()

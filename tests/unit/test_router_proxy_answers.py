@@ -205,8 +205,8 @@ async def test_5xx_everywhere_is_502_and_tells_no_key() -> None:
 
 
 async def test_waiting_is_bounded_and_each_bound_has_its_status() -> None:
-    limits = Limits(server_concurrency=1, max_waiting=1, wait_timeout_s=0.2)
-    async with running("a", held=True) as a, proxied(a.fake.upstream, limits=limits) as proxy:
+    patient = Limits(server_concurrency=1, max_waiting=1, wait_timeout_s=60)
+    async with running("a", held=True) as a, proxied(a.fake.upstream, limits=patient) as proxy:
         async with connected(proxy) as first, connected(proxy) as second:
             first.ask()
             await until(lambda: a.fake.in_flight == 1)
@@ -214,7 +214,14 @@ async def test_waiting_is_bounded_and_each_bound_has_its_status() -> None:
             await until(lambda: proxy.router.stats().targets["lane"].waiting == 1)
             full = await asked(proxy)
             assert (full.status, full.code, full.headers["retry-after"]) == (429, "queue_full", "1")
-            late = await second.answer()
+            a.fake.open.set()
+            assert [(await wire.answer()).status for wire in (first, second)] == [200, 200]
+    hasty = Limits(server_concurrency=1, wait_timeout_s=0.2)
+    async with running("a", held=True) as a, proxied(a.fake.upstream, limits=hasty) as proxy:
+        async with connected(proxy) as first:
+            first.ask()
+            await until(lambda: a.fake.in_flight == 1)
+            late = await asked(proxy)
             assert (late.status, late.code) == (504, "wait_timeout")
             proxy.tell()
             nobody = await asked(proxy)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,7 @@ class Following:
     owner: Owner
     router: Router
     targets: Targets
+    follower: Any
 
     def code(self, name: str) -> str | None:
         try:
@@ -73,14 +75,14 @@ class Following:
 
 
 @asynccontextmanager
-async def following(*, lease_s: float = 20.0, handover_s: float = 20.0) -> AsyncIterator[Following]:
+async def following(*, handover_s: float = 20.0) -> AsyncIterator[Following]:
     owner = Owner()
     async with Router(Limits(server_concurrency=4, eject_after=1, max_faults=1)) as router:
         targets = Targets(router)
-        follower = Follower(owner, targets, router, lease_s=lease_s, handover_s=handover_s)
+        follower = Follower(owner, targets, router, lease_s=20.0, handover_s=handover_s)
         task = asyncio.create_task(follower.run())
         try:
-            yield Following(owner, router, targets)
+            yield Following(owner, router, targets, follower)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -145,17 +147,18 @@ async def test_an_ejected_upstream_is_told_of_and_comes_back_with_a_new_proof() 
 
 
 async def test_an_owner_that_answers_no_more_ends_the_lease_and_what_is_at_work() -> None:
-    async with running("a", held=True) as a, following(lease_s=0.3) as proxy:
+    async with running("a", held=True) as a, following() as proxy:
         assert proxy.code("lane") == "no_table"
         await proxy.owner.until_applied(proxy.owner.tell(lane=Target((a.fake.upstream,))))
         task = asyncio.create_task(proxy.router.post("lane", "/generate", b"{}", timeout_s=20))
         await until(lambda: a.fake.in_flight == 1)
-        proxy.owner.silent = True
+        proxy.follower._lease_s, proxy.owner.silent = 0.3, True
+        proxy.owner.asked_again.set()  # the last answer
         with pytest.raises(Exception, match="no target"):
             await task
         await until(lambda: a.fake.left == 1)
         assert proxy.code("lane") == "no_table"
-        proxy.owner.silent = False
+        proxy.follower._lease_s, proxy.owner.silent = 20.0, False
         await until(lambda: proxy.code("lane") is None)
         assert any((report.known, report.applied) == (0, 0) for report in proxy.owner.reports[1:])
 
