@@ -30,8 +30,8 @@ Obtained = Connection | Broken
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """The connections to one origin: all; those that are being made, by the requests that asked for them; the idle ones,
-    the last used last; and the requests that are without one, never more than are being made.
+    """The connections to one origin: all; those being made, by the requests that asked for them; the idle ones, the
+    last used last; and the requests that are without one, never more than are being made.
     """
 
     live: set[Connection] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """The exporter's thread: jobs in order, and the buffer that each holds until it has ended.
 
-Invariant: whoever has the buffer submits a job or releases it; a job that ends, however, gives it back, and the next one
-finds the thread at work.
+Invariant: whoever has the buffer submits a job or releases it; a job that ends, however, gives it back, and the next
+one finds the thread at work.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _say(line: str) -> None:
 
 
 class _Stop:
-    """Whether the watch was asked to end. No event: its lock may be held by the very thread that a signal interrupts."""
+    """Whether the watch was asked to end. No event: its lock may be held by the thread that a signal interrupts."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -100,23 +100,22 @@ async def test_one_that_gives_up_while_its_connection_is_made_leaves_it_to_other
 
 
 class Connects:
-    """Holds up each connection that is being made until it is told what becomes of it, in the order of asking."""
+    """A loop that holds up each connection that is being made until it is told what becomes of it, as they were asked
+    for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
         self.told: list[asyncio.Future[OSError | None]] = []
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(transport, "_loop", self)
 
-        class Gated:
-            def __getattr__(_, name: str) -> Any:
-                return getattr(loop, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
 
-            async def create_connection(_, *given: Any, **named: Any) -> Any:
-                self.told.append(loop.create_future())
-                if (error := await self.told[-1]) is not None:
-                    raise error
-                return await loop.create_connection(*given, **named)
-
-        monkeypatch.setattr(transport, "_loop", Gated())
+    async def create_connection(self, *given: Any, **named: Any) -> Any:
+        self.told.append(self._loop.create_future())
+        if (error := await self.told[-1]) is not None:
+            raise error
+        return await self._loop.create_connection(*given, **named)
 
     async def asked(self, count: int) -> None:
         await until(lambda: len(self.told) == count)

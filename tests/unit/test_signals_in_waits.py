@@ -1,4 +1,4 @@
-"""A signal that comes while the main thread waits for one: at whatever line of the wait, it is heard, and nothing hangs.
+"""A signal that comes while the main thread waits for one: at whatever line, it is heard, and nothing hangs.
 
 Python runs a handler between any two lines of the thread that it interrupts. One that takes a lock which this thread
 holds at that moment waits for itself.
