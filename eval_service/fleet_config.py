@@ -41,7 +41,7 @@ class ServiceConfig(Section):
     engine_host: str | None = Field(
         default=None, description="interface, network or address that engines listen on; None: see docs/deploy.md"
     )
-    state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger, logs and Ray's files; local disk")
+    state_dir: Path = Field(default=Path("evalfleet-state"), description="the ledger and logs; local disk")
     ledger: str | None = Field(default=None, repr=False, description="its URL; None: SQLite in state_dir")
     roots: tuple[Path, ...] = Field(min_length=1, description="snapshots and base models must lie in one of these")
     scan_interval_s: float = Field(default=30.0, gt=0, description="of the runs' roots, for what nobody POSTed")

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop whose checkpoints are evaluated: four lines of it are Evalfleet's."""
+"""A plain PyTorch loop whose checkpoints are evaluated: five lines of it are Evalfleet's."""
 
 import sys
 

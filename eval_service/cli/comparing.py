@@ -119,7 +119,8 @@ def _left_out(found: Comparison) -> str:
 
 def _flips_text(found: Comparison) -> str:
     shown = f" (the first {len(found.flips)})" if len(found.flips) < found.total else ""
-    head = f"{comparison_text(found)}\n{found.total} prompts changed{shown}"
+    prompts = "prompt" if found.total == 1 else "prompts"
+    head = f"{comparison_text(found)}\n{found.total} {prompts} changed{shown}"
     return "\n".join([head, *(_flip_line(flip) for flip in found.flips)])
 
 

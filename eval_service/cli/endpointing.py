@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from eval_service.cli import options
-from eval_service.cli.output import print_json, say
+from eval_service.cli.output import harmless, print_json, say
 from eval_service.cli.reading import all_points
 from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import NotFound
@@ -35,8 +36,9 @@ def endpoint(
     say(view.url)
     if not view.open:
         say("closed")
-    elif not view.engines:
-        say(view.detail or "no engine serves it yet: requests wait for one")
+    elif not view.engines:  # to stderr: a shell takes stdout for the address, as the docs show
+        told = view.detail or "no engine serves it yet: requests wait for one"
+        print(f"evalfleet endpoint: {harmless(told)}", file=sys.stderr)
 
 
 def _close(client: EvalClient, run: str, step: int) -> ServingView:

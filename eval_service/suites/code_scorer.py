@@ -1,8 +1,9 @@
 """The scorer that runs what a model wrote, in a process that is locked down as far as the kernel allows.
 
 Of its own: a session, an empty directory that is deleted afterwards, an empty environment, limits of processor time,
-memory, file size, files and processes; and, where the kernel lets an ordinary user have one, a network namespace with
-nothing in it. It is no sandbox against somebody who means harm: it shares the host's kernel, user and file system.
+memory, file size and open files; and, where the kernel lets an ordinary user have them, namespaces of its own, without
+a network and with no process but its own. It is no sandbox against somebody who means harm: it shares the host's
+kernel, user and file system.
 """
 
 from __future__ import annotations

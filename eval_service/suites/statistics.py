@@ -20,7 +20,6 @@ from eval_service.suites.config import attempts_told
 from eval_service.suites.distributions import t_quantile, wilson
 from eval_service.suites.suite import Suite
 
-_NORMAL = 1.959963984540054  # of 95%
 RIGHT = 1.0  # a score from here on is a success
 
 
@@ -60,7 +59,8 @@ def mean_of(values: Sequence[float], prompts: Sequence[int] | None = None) -> Me
 def weighted_mean(metrics: Mapping[str, Metric | None], weights: Mapping[str, float]) -> Metric | None:
     """Of datasets' own metrics, which are independent of each other; None where one of them is not known.
 
-    The interval is normal, cut to [0, 1] where all values lie there: its parts have degrees of freedom of their own.
+    The interval reaches as far as those of the datasets do together, squared and added to either side (Newcombe's way
+    from two proportions to their difference): it is not empty where each dataset is all right or all wrong.
     """
     told = {name: metric for name, metric in metrics.items() if metric is not None}
     if len(told) < len(metrics) or not told:
@@ -68,14 +68,20 @@ def weighted_mean(metrics: Mapping[str, Metric | None], weights: Mapping[str, fl
     total = math.fsum(weights[name] for name in told)
     value = math.fsum(weights[name] * metric.value for name, metric in told.items()) / total
     n = sum(metric.n for metric in told.values())
-    parts = [(weights[name], metric.stderr) for name, metric in told.items() if metric.stderr is not None]
-    if len(parts) < len(told):
-        return Metric(value=value, stderr=None, n=n)
-    stderr = math.sqrt(math.fsum((weight * error) ** 2 for weight, error in parts)) / total
-    low, high = value - _NORMAL * stderr, value + _NORMAL * stderr
-    if all(0.0 <= metric.value <= 1.0 for metric in told.values()):
-        low, high = max(0.0, low), min(1.0, high)
-    return Metric(value=value, stderr=stderr, n=n, low=low, high=high)
+
+    def together(parts: Mapping[str, float | None]) -> float | None:
+        known = [weights[name] / total * part for name, part in parts.items() if part is not None]
+        return math.sqrt(math.fsum(part**2 for part in known)) if len(known) == len(parts) else None
+
+    below = together({name: None if m.low is None else m.value - m.low for name, m in told.items()})
+    above = together({name: None if m.high is None else m.high - m.value for name, m in told.items()})
+    return Metric(
+        value=value,
+        stderr=together({name: metric.stderr for name, metric in told.items()}),
+        n=n,
+        low=None if below is None else value - below,
+        high=None if above is None else value + above,
+    )
 
 
 def chance_of_any(n: int, right: int, k: int) -> float:

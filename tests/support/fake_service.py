@@ -53,6 +53,7 @@ class FakeService:
     epoch: int = 3
     advice: Callable[[httpx.QueryParams], Advice] = field(default=lambda params: _no_advice())
     served: frozenset[str] = frozenset()
+    serving_engines: int = 1
     command_reply: RunCommandReply = field(default_factory=lambda: RunCommandReply(run="demo", points=()))
 
     def connect(self, url: str) -> EvalClient:
@@ -135,7 +136,13 @@ class FakeService:
             raise NotFound(f"point {point} is not served", field="id")
         url, label = f"http://proxy:8710/lanes/{point}", "label" if open_ else None
         return ServingView(
-            point=point, url=url, until=2000.0, open=open_, engines=int(open_), weight_version=label, detail=None
+            point=point,
+            url=url,
+            until=2000.0,
+            open=open_,
+            engines=self.serving_engines if open_ else 0,
+            weight_version=label,
+            detail=None,
         )
 
     def _command(self, point: str, verb: str) -> PointView:

@@ -148,6 +148,15 @@ def test_endpoint_serves_an_ended_point_of_the_step_and_prints_its_address(
     assert service.asked == [('POST serve {"for_s":60.0}', "p100-letters")]
 
 
+def test_endpoint_prints_nothing_but_the_address_for_a_shell_to_take_while_no_engine_serves_it_yet(
+    command: Command, service: FakeService
+) -> None:
+    service.serving_engines = 0
+    ran = command("endpoint", "demo", "100")
+    assert ran.out == "http://proxy:8710/lanes/p100-letters\n"
+    assert ran.err == "evalfleet endpoint: no engine serves it yet: requests wait for one\n"
+
+
 def test_endpoint_close_ends_what_is_served_of_the_step_whichever_suite_it_was_opened_by(
     command: Command, service: FakeService
 ) -> None:

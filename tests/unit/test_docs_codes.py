@@ -69,6 +69,11 @@ def test_every_error_of_the_api_is_there_with_its_status() -> None:
     wanted = {code: error.status for code, error in BY_CODE.items()}
     wanted |= {EvalfleetError.code: EvalfleetError.status, Fenced.code: Fenced.status}
     wanted |= {code: status for status, code in app._CODES.items()}
+    for call, constants in calls("eval_service/serve", "_refuse"):  # of what is no request yet
+        status, code = (text(argument, constants) for argument in call.args[:2])
+        assert status is not None
+        assert code is not None
+        wanted[code] = int(status)
     told = {row[0].strip("`"): row[1] for row in rows("Errors of the API")}
     assert told == {code: str(status) for code, status in wanted.items()} | {"http_error": "4xx"}
 

@@ -13,8 +13,9 @@ import scipy.stats
 import statsmodels.api
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statsmodels.stats.proportion import proportion_confint
+from statsmodels.stats.proportion import confint_proportions_2indep, proportion_confint
 
+from eval_service.contract.results import Metric
 from eval_service.contract.wire import SampleView
 from eval_service.suites.statistics import aggregate, chance_of_all, chance_of_any, mean_of, weighted_mean
 from eval_service.suites.suite import Suite, load_suites
@@ -276,6 +277,23 @@ def test_weighted_datasets_have_the_mean_and_error_of_independent_parts(parts: l
     assert found.stderr == pytest.approx(float(numpy.linalg.norm(shares * errors)), abs=1e-9)
     assert found.low <= found.value + 1e-12
     assert found.high >= found.value - 1e-12
+
+
+@given(st.tuples(st.integers(0, 40), st.integers(40, 60)), st.tuples(st.integers(0, 40), st.integers(40, 60)))
+def test_the_interval_of_weighted_shares_is_newcombes(one: tuple[int, int], other: tuple[int, int]) -> None:
+    """Half of a share and half of another's rest are half of their difference, and a half."""
+    shares = {"one": _share(*one), "rest": _share(other[1] - other[0], other[1])}
+    found = weighted_mean(shares, {"one": 3.0, "rest": 3.0})
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    theirs = confint_proportions_2indep(*one, *other, compare="diff", method="newcomb", correction=False)
+    assert (2 * found.low - 1, 2 * found.high - 1) == pytest.approx(theirs, abs=1e-9)
+    assert 0.0 <= found.low < found.high <= 1.0
+
+
+def _share(right: int, n: int) -> Metric | None:
+    return mean_of([1.0] * right + [0.0] * (n - right))
 
 
 def test_a_weighted_mean_of_a_dataset_that_is_not_known_is_not_known() -> None:
