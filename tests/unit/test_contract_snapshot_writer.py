@@ -16,7 +16,7 @@ import pytest
 
 from eval_service.contract import names, snapshot
 from eval_service.contract.errors import SnapshotFault
-from eval_service.contract.manifest import Manifest
+from eval_service.contract.manifest import Manifest, read_manifest
 from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter, describe_directory
 from tests.support.tiny_snapshots import canary, lay_out, publish, request, tiny
@@ -98,11 +98,9 @@ def test_the_same_content_is_published_where_its_old_export_is_deleted_at_that_m
 ) -> None:
     """It was in the way of the rename, and is gone when one looks whose it is."""
     old = publish(tiny(), tmp_path)
-    reads = snapshot.read_manifest
-
     def gone(directory: Path) -> Manifest:
         directory.rename(tmp_path / "trash")
-        return reads(directory)
+        return read_manifest(directory)
 
     monkeypatch.setattr(snapshot, "read_manifest", gone)
     again = publish(tiny(), tmp_path)
