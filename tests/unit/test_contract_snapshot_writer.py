@@ -98,6 +98,7 @@ def test_the_same_content_is_published_where_its_old_export_is_deleted_at_that_m
 ) -> None:
     """It was in the way of the rename, and is gone when one looks whose it is."""
     old = publish(tiny(), tmp_path)
+
     def gone(directory: Path) -> Manifest:
         directory.rename(tmp_path / "trash")
         return read_manifest(directory)
