@@ -232,6 +232,7 @@ def test_what_changed_after_it_was_read_in_the_same_look_is_read_again(stand: St
 
     def replaced(directory: Path) -> Any:
         report = completion.examine(directory)
+        shutil.rmtree(place)
         stand.save("step_1", seed=5)
         watcher.taken[1].checkpoint.check = completion.examine
         return report
@@ -241,6 +242,7 @@ def test_what_changed_after_it_was_read_in_the_same_look_is_read_again(stand: St
     stand.quiet(watcher)
     stand.monotonic += 31
     watcher.turn()
+    assert gaps(watcher.coverage()) == []
     (point,) = stand.service.points("w")
     assert (point.state, point.reason) == (PointState.DONE, None)
     report = completion.examine(place)
