@@ -28,9 +28,17 @@ def bury(parts: Collection[int]) -> None:
     """Reap what was adopted and has ended, so that a long run gathers no zombies; the parts themselves are Popen's."""
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid in parts:
+            if ended.si_pid in parts:  # the kernel names it first until it is reaped, which may be never
+                _bury_others(parts)
                 return
             os.waitpid(ended.si_pid, 0)
+
+
+def _bury_others(parts: Collection[int]) -> None:
+    for child in psutil.Process().children():
+        if child.pid not in parts:
+            with suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -30,9 +30,12 @@ Obtained = Connection | Broken
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """The connections to one origin: all; the idle ones, the last used last; and the requests that are without one."""
+    """The connections to one origin: all; those being made, by the requests that asked for them; the idle ones, the
+    last used last; and the requests that are without one, never more than are being made.
+    """
 
     live: set[Connection] = field(default_factory=set)
+    making: set[asyncio.Future[Obtained]] = field(default_factory=set)
     idle: dict[Connection, None] = field(default_factory=dict)
     wanting: deque[asyncio.Future[Obtained]] = field(default_factory=deque)
 
@@ -85,6 +88,8 @@ class Transport:
             self._sweep.cancel()
         for task in self._making:
             task.cancel()
+        if self._making:
+            await asyncio.wait(self._making)
         for connection in self._live():
             connection.abort()
         while self._live():
@@ -106,9 +111,10 @@ class Transport:
         """The first connection that is free, unless the exchange ends before."""
         wanting: asyncio.Future[Obtained] = self._loop.create_future()
         pool.wanting.append(wanting)
+        pool.making.add(wanting)
         making = self._loop.create_task(self._make(origin, pool, wanting))
         self._making.add(making)
-        making.add_done_callback(self._making.discard)
+        making.add_done_callback(partial(self._made, pool, wanting))
         exchange.done.add_done_callback(lambda done: _give_up(wanting, done))
         try:
             return await wanting
@@ -121,8 +127,8 @@ class Transport:
                 pool.wanting.remove(wanting)
 
     async def _make(self, origin: Origin, pool: _Pool, wanting: asyncio.Future[Obtained]) -> None:
-        """One more connection, for whoever wants one once it is there. Its failure is for who asked for it; who has got
-        another's meanwhile has left that one's owner without, who is told instead.
+        """One more connection, for whoever wants one once it is there. Its failure is for who asked for it; if that one
+        has got another's meanwhile, for one whose own was taken so: where more wait than connections are being made.
         """
         failed = partial(self._fail, pool, wanting)
         making = asyncio.current_task()
@@ -130,7 +136,7 @@ class Transport:
         timer = self._loop.call_later(self._connect_timeout_s, making.cancel)
         try:
             await self._loop.create_connection(
-                lambda: Connection(partial(self._keep, pool), partial(self._forget, pool)),
+                lambda: Connection(partial(self._idle, pool, wanting), partial(self._forget, pool)),
                 origin.host,
                 origin.port,
                 ssl=self._tls if origin.tls else None,
@@ -144,16 +150,31 @@ class Transport:
             timer.cancel()
 
     def _fail(self, pool: _Pool, wanting: asyncio.Future[Obtained], detail: str) -> None:
+        if wanting not in pool.making:  # it came about after all
+            return
+        pool.making.discard(wanting)
         broken = Broken(FaultKind.CONNECT, detail)
-        while not _settle(wanting, broken) and pool.wanting:
-            wanting = pool.wanting.popleft()
+        if _settle(wanting, broken):
+            return
+        waiting = [other for other in pool.wanting if not other.done()]
+        if len(waiting) > len(pool.making):
+            _settle(waiting[0], broken)
+
+    def _made(self, pool: _Pool, wanting: asyncio.Future[Obtained], making: asyncio.Task[None]) -> None:
+        self._making.discard(making)
+        self._fail(pool, wanting, "none was made")
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
+    def _idle(self, pool: _Pool, asked: asyncio.Future[Obtained], connection: Connection) -> None:
+        """It can take a request, at first or again; `asked` had it made."""
+        if not self._closed:
+            pool.making.discard(asked)
+        self._keep(pool, connection)
+
     def _keep(self, pool: _Pool, connection: Connection) -> None:
-        """It can take a request."""
         if self._closed:
             connection.abort()
         if not connection.usable:
@@ -179,7 +200,7 @@ class Transport:
             for connection in [connection for connection in pool.idle if connection.idle_since <= before]:
                 del pool.idle[connection]
                 connection.abort()
-            if not pool.live and not pool.wanting:
+            if not pool.live and not pool.wanting and not pool.making:
                 del self._pools[origin]
         if self._pools:
             self._sweep = self._loop.call_later(_KEEPALIVE_S, self._drop_old)

@@ -1,14 +1,17 @@
 """The exporter's thread: jobs in order, and the buffer that each holds until it has ended.
 
-Invariant: whoever has the buffer submits a job or releases it; a job that ends, however, gives it back.
+Invariant: whoever has the buffer submits a job or releases it; a job that ends, however, gives it back, and the next
+one finds the thread at work.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 
+log = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 
@@ -31,10 +34,11 @@ class Background:
         self._buffer.release()
 
     def submit(self, job: Job) -> None:
-        """Run a job behind; the caller has the buffer, and the job may raise nothing."""
+        """Run a job behind; the caller has the buffer. What the job raises is told in the log, and nowhere else."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="evalfleet-export", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="evalfleet-export", daemon=True)
+            thread.start()
+            self._thread = thread
         self._idle.clear()
         self._jobs.put(job)
 
@@ -57,6 +61,8 @@ class Background:
             return False
         try:
             job()
+        except Exception:
+            log.exception("what was to be written behind has failed")
         finally:
             # Idle first: who gets the buffer next may submit at once.
             if self._jobs.empty():

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +71,12 @@ class CheckpointStore:
         return target
 
     def rotate(self) -> list[int]:
-        """Delete all but the newest `keep`; returns the steps that went."""
-        gone = self.steps()[: -self.keep] if self.keep is not None else []
-        for step in gone:
-            shutil.rmtree(self._trash(self.path(step)), ignore_errors=True)
+        """Delete all but the newest `keep`; returns the steps that went. What can't go now goes with a later one."""
+        gone = []
+        for step in self.steps()[: -self.keep] if self.keep is not None else []:
+            with suppress(OSError):  # somebody else deletes it, say
+                shutil.rmtree(self._trash(self.path(step)), ignore_errors=True)
+                gone.append(step)
         return gone
 
     def sweep(self) -> list[Path]:

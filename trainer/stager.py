@@ -171,7 +171,10 @@ class Stager:
             if faults:
                 raise ExportFailed(faults[0])
             before_canary = self.clock()
-            canary = self.weights.canary()
+            try:
+                canary = self.weights.canary()
+            except Exception as exc:
+                raise ExportFailed(f"the canary: {type(exc).__name__}: {exc}") from exc
             return Staged(writer, canary, copied - began, self.clock() - before_canary)
 
     def _attempt(self, stack: ExitStack) -> str | None:

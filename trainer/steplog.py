@@ -2,7 +2,7 @@
 
 Invariants: a line is in the operating system's hands before the event's successor begins, so what a killed trainer did
 can be read from it; `seq` goes on where an earlier launch ended; a full disk stops nothing, and what could not be
-written goes with a later line.
+written goes with a later line; what a thread that was given up tells after `close` is nobody's fault, and is dropped.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class StepLog:
     def write(self, event: str, **fields: Any) -> None:
         """Append an event; fields must be JSON."""
         with self._lock:
+            if self._file.closed:
+                return
             self._seq += 1
             entry = {"seq": self._seq, "time": self._clock(), "event": event, **fields}
             with suppress(OSError):  # the file keeps it, and tries again with the next line
@@ -40,7 +42,7 @@ class StepLog:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             self._file.close()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,7 +79,7 @@ def _directory(directory: Path) -> Path:
     return directory.absolute()
 
 
-def _follow(watcher: Watcher, *, once: bool, timeout_s: float | None, poll_s: float, stop: threading.Event) -> bool:
+def _follow(watcher: Watcher, *, once: bool, timeout_s: float | None, poll_s: float, stop: _Stop) -> bool:
     """Turn until there is no more to do; tells whether that was before the deadline."""
     began = heard = time.monotonic()
     while True:
@@ -127,17 +127,37 @@ def _say(line: str) -> None:
     print(f"evalfleet watch: {harmless(line)}", file=sys.stderr, flush=True)
 
 
+class _Stop:
+    """Whether the watch was asked to end. No event: its lock may be held by the thread that a signal interrupts."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ask(self) -> None:
+        """From a signal's handler."""
+        self.asked = True
+        self._wakes.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, or until it is asked; whether it was."""
+        with suppress(queue.Empty):
+            if not self.asked:
+                self._wakes.get(timeout=seconds)
+        return self.asked
+
+
 @contextmanager
-def _stop_asked() -> Iterator[threading.Event]:
+def _stop_asked() -> Iterator[_Stop]:
     """The first SIGINT or SIGTERM ends the watch with its report; a second one ends it at once."""
-    stop = threading.Event()
+    stop = _Stop()
     before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
     def handle(number: int, _: object) -> None:
-        if stop.is_set():
+        if stop.asked:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        stop.set()
+        stop.ask()
 
     with suppress(ValueError):  # not the main thread: whoever runs it there stops it otherwise
         for each in (signal.SIGINT, signal.SIGTERM):

@@ -89,7 +89,7 @@ class EvalClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; whoever still calls finds the service unavailable."""
         self._http.close()
 
     # --- trainers
@@ -363,6 +363,10 @@ class EvalClient:
                 params=params,
                 timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + extra_s),
             )
+        except RuntimeError as exc:
+            if not self._http.is_closed:
+                raise
+            raise Unavailable(f"{method} {self.url}{path}: the client was closed") from exc
         except httpx.HTTPError as exc:
             raise Unavailable(
                 f"{method} {self.url}{path}: {type(exc).__name__}: {exc}",

@@ -23,6 +23,7 @@ from eval_service.contract.errors import SnapshotFault
 from eval_service.contract.manifest import Canary, FileEntry, Manifest, TensorEntry, files_digest, read_manifest
 from eval_service.contract.safetensors_io import TensorData, describe_file, hash_file, write_safetensors
 
+_TRIES = 5
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 
@@ -216,18 +217,32 @@ def describe_directory(directory: Path, *, run: str, step: int, exporter: str = 
 
 
 def _rename_into_place(partial: Path, target: Path, manifest: Manifest) -> Published:
+    for _ in range(_TRIES):
+        try:
+            partial.rename(target)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            _sync_directory(target.parent)
+            return Published(target, manifest, reused=False)
+        if (held := _same_there(target, manifest)) is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+            return Published(target, held, reused=True)
+    raise SnapshotFault(f"{target.name} comes and goes", field="snapshot", hint="who writes there?")
+
+
+def _same_there(target: Path, manifest: Manifest) -> Manifest | None:
+    """The manifest of the same content; None where what was there has been taken away, as an old export is."""
     try:
-        partial.rename(target)
-    except OSError as exc:
-        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
         held = read_manifest(target)
         if held.digest != manifest.digest or not (target / names.COMPLETE).exists():
-            raise SnapshotFault(f"{target.name} is there already and is another snapshot", field="snapshot") from exc
-        shutil.rmtree(partial, ignore_errors=True)
-        return Published(target, held, reused=True)
-    _sync_directory(target.parent)
-    return Published(target, manifest, reused=False)
+            raise SnapshotFault(f"{target.name} is there already and is another snapshot", field="snapshot")
+    except SnapshotFault:
+        if target.exists():
+            raise
+        return None
+    return held
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -54,6 +54,11 @@ class _Stream:
         self.unread.clear()
         self.some.set()
 
+    def restart(self, seen: int) -> None:
+        """Go on after another number, which may be a lower one: that of another ledger."""
+        self.seen = seen
+        self.take()
+
     def take(self) -> bytes:
         """All that waits."""
         found = b"".join(self.unread)
@@ -94,7 +99,7 @@ class Feed:
         joined = await self._join(stream)
         try:
             if after is not None:
-                async for frames in self._missed(run, after, joined):
+                async for frames in self._missed(stream, after, joined):
                     yield frames
             while not stream.dropped:
                 try:
@@ -128,11 +133,13 @@ class Feed:
         self._streams.add(stream)
         return self._position
 
-    async def _missed(self, run: str | None, after: int, until: int) -> AsyncIterator[bytes]:
+    async def _missed(self, stream: _Stream, after: int, until: int) -> AsyncIterator[bytes]:
         """What is kept between two numbers; a `reset` where some of it is gone, or the number is of another ledger."""
         oldest, newest = await asyncio.to_thread(self._log.ends)
         if after > newest or after < oldest - 1:
-            yield _frame("reset", {"reason": "events after that number are gone", "oldest": oldest}, seq=until)
+            stream.restart(self._position)
+            told = {"reason": "events after that number are gone", "oldest": oldest}
+            yield _frame("reset", told, seq=self._position)
             return
         while after < until:
             page = await asyncio.to_thread(self._log.after, after)
@@ -140,7 +147,7 @@ class Feed:
             if not mine:
                 return
             after = mine[-1].seq
-            frames = b"".join(_of(event) for event in mine if run is None or event.run == run)
+            frames = b"".join(_of(event) for event in mine if stream.run is None or event.run == stream.run)
             if frames:
                 yield frames
 

@@ -8,10 +8,10 @@ step and drain, a second one ends it without, and the service ends after it.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,12 +79,13 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self.number = 0
-        self._wake = threading.Event()
+        # Not an event: its lock may be held by the very thread that a signal interrupts.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def pause(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
-        self._wake.wait(seconds)
-        self._wake.clear()
+        with suppress(queue.Empty):
+            self._wakes.get(timeout=seconds)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -93,7 +94,7 @@ class Signals:
         def handle(number: int, _: object) -> None:
             self.count += 1
             self.number = number
-            self._wake.set()
+            self._wakes.put(None)
 
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

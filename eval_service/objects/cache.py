@@ -194,7 +194,7 @@ class NodeCache:
                         shutil.rmtree(path, ignore_errors=True)
             elif (match := _LOCKED.fullmatch(path.name)) is not None and not (self.directory / match[1]).exists():
                 with self._alone(match[1]) as alone:
-                    if alone:  # of one that could not be fetched
+                    if alone and not (self.directory / match[1]).exists():  # of one that could not be fetched
                         path.unlink(missing_ok=True)
 
     def _evict(self, key: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from eval_service.contract.errors import ConfigError
@@ -98,8 +98,11 @@ class Places:
                 lease = self.hold(url, digest)
             except Exception as exc:  # noqa: BLE001 - a thread's edge: it is raised where it is waited for
                 error = exc
-            with suppress(RuntimeError):  # the loop is closed, and soon the process
+            try:
                 loop.call_soon_threadsafe(settle, lease, error)
+            except RuntimeError:  # the loop is closed
+                if lease is not None:
+                    lease.release()
 
         threading.Thread(target=work, name="objects", daemon=True).start()
         try:

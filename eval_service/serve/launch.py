@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -210,8 +211,16 @@ def _init_ray(address: str | None, temp_dir: Path | None, ending: Ending) -> Non
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
-    def on_signal(_signal: int, _frame: FrameType | None) -> None:
+    """Set it, from another thread: the one that a signal interrupts may hold the event's own lock."""
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        told.put(number)
+
+    def pass_on() -> None:
+        told.get()
         stop.set()
 
+    threading.Thread(target=pass_on, name="signals", daemon=True).start()
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)

@@ -44,7 +44,10 @@ class DesiredCount:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S and self._looking.acquire(blocking=False):
             self._looked_at = now
-            threading.Thread(target=self._look, name=f"desired {self._group}", daemon=True).start()
+            try:
+                threading.Thread(target=self._look, name=f"desired {self._group}", daemon=True).start()
+            except RuntimeError:  # the host would not have one more thread
+                self._looking.release()
         return (context.target_num_replicas if self._seen is None else self._seen), {}
 
     def _look(self) -> None:

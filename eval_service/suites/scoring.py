@@ -14,6 +14,8 @@ import json
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +31,8 @@ from eval_service.suites.turns import SPARE, Caller, Turns
 
 _CHUNK = 64
 _START_TIMEOUT_S = 60.0
+_MESSAGE_S = 60.0
+_EXIT_S = 5.0
 _END_TIMEOUT_S = 5.0
 _MAX_UNTAKEN = 3
 _RENDER_TIMEOUT_S = 10.0
@@ -183,7 +187,11 @@ class ScorerPool:
                 raise ScorerPoolFailed(f"{untaken} scorer processes ended before they had read a sample")
             asked = left[:1] if alone else left
             process = self._take()
-            found, ending = process.ask(request, [pairs[number] for number in asked], caller.heard)
+            try:
+                found, ending = process.ask(request, [pairs[number] for number in asked], caller.heard)
+            except BaseException:
+                self._drop(process)
+                raise
             untaken = 0 if found or ending else untaken + 1
             replies |= {asked[number]: reply for number, reply in found.items()}
             if ending is not None:
@@ -227,6 +235,7 @@ class _Process:
     def __init__(self, timeout_s: float, modules: tuple[str, ...]) -> None:
         self._timeout_s = timeout_s
         self._connection, theirs = Pipe()
+        _bounded(self._connection.fileno())
         with theirs:
             command = [sys.executable, "-m", "eval_service.suites.scorer_worker", str(theirs.fileno()), str(timeout_s)]
             # A session of its own, so that what a scorer started ends with it.
@@ -297,6 +306,21 @@ class _Process:
                 return reply
         except (EOFError, OSError):
             self.alive = False
-            return f"the scorer's process ended ({self._popen.wait(_END_TIMEOUT_S)})"
+            return f"the scorer's process ended ({self._status()})"
         self.alive = False
         return f"no score within {timeout_s:g} s"
+
+    def _status(self) -> int:
+        """Of one that says nothing more; a scorer that has closed the socket may go on without it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(_EXIT_S)
+        self.kill()
+        return self._popen.wait(_END_TIMEOUT_S)
+
+
+def _bounded(descriptor: int) -> None:
+    """One that stops in the midst of a message, or does not take one, is as good as ended: EAGAIN says so in time."""
+    seconds = struct.pack("ll", *divmod(int(_MESSAGE_S * 1e6), 10**6))
+    with socket.socket(fileno=os.dup(descriptor)) as same:
+        for bound in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, bound, seconds)

@@ -91,26 +91,32 @@ class Worker:
                 raise OSError("it is closed")
             if self._channel is not None:
                 return self._channel
-            ours, theirs = socket.socketpair()
             environment = without_secrets(os.environ)
             environment |= {name: os.environ[name] for name in self._names if name in os.environ}
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
                 if self._log.stat().st_size > _MAX_LOG_BYTES:
                     self._log.replace(self._log.with_suffix(".log.1"))
-            with theirs, self._log.open("ab") as log:
-                self._program = subprocess.Popen(
-                    [sys.executable, "-m", "eval_service.trackers.worker", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                    env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                )
-            ours.sendall(json.dumps(self._order).encode() + b"\n")
+            ours, theirs = socket.socketpair()
+            with contextlib.ExitStack() as unless_started:
+                unless_started.callback(ours.close)
+                self._program = self._started(theirs, environment)
+                ours.sendall(json.dumps(self._order).encode() + b"\n")
+                unless_started.pop_all()
             self._channel = ours
             return ours
+
+    def _started(self, theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with theirs, self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "eval_service.trackers.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
 
     def _end(self) -> None:
         with self._lock:

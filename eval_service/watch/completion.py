@@ -130,5 +130,7 @@ class Checkpoint:
                 more = f"; and {len(report.faults) - 1} more" if len(report.faults) > 1 else ""
                 fault = f"{report.faults[0].field}: {report.faults[0].message}{more}"
             digest = report.manifest.digest if report.manifest is not None and not fault else None
-            self.checked = (look_at(self.directory).mark, digest, fault)
+            # What changed meanwhile may have been read before it did: then this was of no content that ever was there.
+            mark = seen.mark if look_at(self.directory).mark == seen.mark else ""
+            self.checked = (mark, digest, fault)
         return self.checked[1], self.checked[2]

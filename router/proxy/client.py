@@ -96,6 +96,8 @@ class ClientConnection(asyncio.Protocol):
         self._look_ahead()
         if len(self._hub.connections) > self._hub.limits.max_connections:
             self._reader.refuse(overloaded("too many clients are connected"))
+        elif self._hub.draining:  # it came as the server stopped to listen
+            self._end()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""

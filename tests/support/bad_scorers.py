@@ -33,6 +33,14 @@ def hangs_on_bad(output: str, answer: str) -> float:
     return 1.0
 
 
+@scorer("deaf_on_bad", metric="m")
+def deaf_on_bad(output: str, answer: str) -> float:
+    if output == "bad":
+        os.closerange(3, 256)
+        threading.Event().wait()
+    return 1.0
+
+
 @scorer("unparsed_on_bad", metric="m")
 def unparsed_on_bad(output: str, answer: str) -> float:
     if output == "bad":

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ _SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 def main() -> None:
     """Start the nodes, and stay until told to end."""
     directory, count = Path(sys.argv[1]), int(sys.argv[2])
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop: list[int] = []  # not an event, whose lock the interrupted thread may hold
+    signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
     os.environ["RAY_TMPDIR"] = str(directory)
     from ray.cluster_utils import Cluster
 
@@ -40,7 +40,8 @@ def main() -> None:
     partial = directory / f".{TOLD}"
     partial.write_text(json.dumps(told))
     partial.replace(directory / TOLD)
-    while not stop.wait(0.2):
+    while not stop:
+        time.sleep(0.2)
         # A raylet that nobody waits for stays as a zombie, and its workers would take it for alive.
         for node in (cluster.head_node, *workers):
             for each in (process for kind in node.all_processes.values() for process in kind):

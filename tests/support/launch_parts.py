@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -106,12 +105,12 @@ def torchrun() -> None:
 def rank() -> None:
     """Do what RANKS says: `end:CODE`, or `train` until SIGTERM, and then drain for a while."""
     number, what = os.environ["RANK"], os.environ.get("RANKS", "end:0")
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop: list[int] = []  # not an event, whose lock the interrupted thread may hold
+    signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
     tell("rank", rank=number, **seen())
     if what.startswith("end:"):
         sys.exit(int(what.removeprefix("end:")) if number == "0" else 0)
-    while not stop.is_set():
+    while not stop:
         time.sleep(0.02)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if number == "0":

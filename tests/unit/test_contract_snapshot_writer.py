@@ -16,6 +16,7 @@ import pytest
 
 from eval_service.contract import names, snapshot
 from eval_service.contract.errors import SnapshotFault
+from eval_service.contract.manifest import Manifest, read_manifest
 from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter, describe_directory
 from tests.support.tiny_snapshots import canary, lay_out, publish, request, tiny
@@ -90,6 +91,23 @@ def test_a_published_path_that_holds_something_else_is_never_overwritten(tmp_pat
     with pytest.raises(SnapshotFault, match="another snapshot"):
         publish(tiny(), tmp_path)
     assert entries(tmp_path) == [published.path.name]
+
+
+def test_the_same_content_is_published_where_its_old_export_is_deleted_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in the way of the rename, and is gone when one looks whose it is."""
+    old = publish(tiny(), tmp_path)
+
+    def gone(directory: Path) -> Manifest:
+        directory.rename(tmp_path / "trash")
+        return read_manifest(directory)
+
+    monkeypatch.setattr(snapshot, "read_manifest", gone)
+    again = publish(tiny(), tmp_path)
+    assert (again.path, again.reused) == (old.path, False)
+    assert again.manifest.nonce != old.manifest.nonce
+    assert (again.path / names.COMPLETE).is_file()
 
 
 @pytest.mark.parametrize("failing", ["weights", "config", "marker", "rename"])

@@ -171,6 +171,25 @@ def test_who_comes_back_too_late_is_told_that_events_are_gone(
     assert asyncio.run(read(3)).data["step"] == 3
 
 
+@pytest.mark.parametrize("after", [1, 99])
+def test_who_was_told_that_events_are_gone_is_told_what_comes_then(
+    api: Api, url: str, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Forgotten, and of another ledger, whose numbers were higher."""
+    monkeypatch.setattr(events_module, "KEPT", 2)
+    for step in range(5):
+        api.ledger.reserve(step)
+    api.ledger.retention.forget_events()
+
+    async def read() -> list[int]:
+        async with following(url, after=after) as reader:
+            assert (await asyncio.wait_for(reader.next(), _WAIT_S)).kind == "reset"
+            await asyncio.to_thread(api.ledger.reserve, 7)
+            return await reader.steps(1)
+
+    assert asyncio.run(read()) == [7]
+
+
 def test_a_reader_that_does_not_read_is_dropped_and_costs_the_others_nothing(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from eval_service.gc.collect import Refused
 from eval_service.gc.objects import collect_objects
 from eval_service.gc.plan import Deletion, SnapshotRow, plan_deletions
 from eval_service.ledger.bounds import Bounds
-from eval_service.objects.cache import NodeCache
+from eval_service.objects.cache import Lease, NodeCache
 from eval_service.objects.config import ObjectsConfig
 from eval_service.objects.deleting import DELETE_S, wait_unmarked
 from eval_service.objects.places import Places
@@ -406,6 +406,58 @@ def test_a_pin_loads_from_the_nodes_cache_and_tells_what_is_not_sound(shop: Shop
             asyncio.run(pin(at))
         assert caught.value.error is error
     assert "snapshot_altered" in caught.value.detail
+
+
+def test_a_snapshot_that_comes_after_its_waiters_loop_has_ended_is_let_go_of(
+    shop: Shop, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = upload(published.path, shop.prefix, store=shop)
+    places = Places(ObjectsConfig(prefixes=(shop.prefix,), attempts=1), shop.root)
+    begun, go_on, released = (threading.Event() for _ in range(3))
+    hold, release = places.hold, Lease.release
+
+    def held(url: str, digest: str | None) -> Lease:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return hold(url, digest)
+
+    def let_go(lease: Lease) -> None:
+        release(lease)
+        released.set()
+
+    async def give_up() -> None:
+        async def wait() -> None:
+            async with places.near(there.url, there.manifest.digest):
+                pytest.fail("it was given up")
+
+        waits = asyncio.create_task(wait())
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        waits.cancel()
+
+    monkeypatch.setattr(places, "hold", held)
+    monkeypatch.setattr(Lease, "release", let_go)
+    asyncio.run(give_up())
+    go_on.set()
+    assert released.wait(WAIT_S)
+
+
+def test_a_lock_whose_snapshot_comes_as_leftovers_are_swept_is_kept_with_the_time_of_its_use(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(shop)
+    key = f"{'a' * 32}-{'b' * 16}"
+    cache.directory.mkdir()
+    (cache.directory / f"{key}.lock").touch()
+    alone = NodeCache._alone
+
+    def fetched_before(which: NodeCache, name: str) -> Any:
+        if name == key:
+            (cache.directory / key).mkdir(exist_ok=True)
+        return alone(which, name)
+
+    monkeypatch.setattr(NodeCache, "_alone", fetched_before)
+    cache.sweep()
+    assert (cache.directory / f"{key}.lock").exists()
 
 
 def test_a_snapshot_that_comes_at_the_moment_in_which_its_waiter_gives_up_is_let_go_of(

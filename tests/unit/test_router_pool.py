@@ -6,6 +6,7 @@ import asyncio
 import select
 import socket
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,86 @@ async def test_one_that_gives_up_while_its_connection_is_made_leaves_it_to_other
         assert isinstance(await other, Reply)
         assert a.fake.seen == 1
         await transport.close()
+
+
+class Connects:
+    """A loop that holds up each connection that is being made until it is told what becomes of it, as they were asked
+    for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+        self.told: list[asyncio.Future[OSError | None]] = []
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(transport, "_loop", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    async def create_connection(self, *given: Any, **named: Any) -> Any:
+        self.told.append(self._loop.create_future())
+        if (error := await self.told[-1]) is not None:
+            raise error
+        return await self._loop.create_connection(*given, **named)
+
+    async def asked(self, count: int) -> None:
+        await until(lambda: len(self.told) == count)
+
+
+async def test_a_connect_that_fails_for_one_that_has_left_is_no_fault_of_another_whose_own_is_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running("a") as a:
+        transport = Transport(20.0)
+        connects = Connects(monkeypatch, transport)
+        left, _ = send(transport, a.fake.upstream)
+        other, _ = send(transport, a.fake.upstream)
+        await connects.asked(2)
+        left.cancel()
+        await asyncio.wait([left])
+        connects.told[0].set_result(ConnectionRefusedError())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        connects.told[1].set_result(None)
+        assert isinstance(await other, Reply)
+        await transport.close()
+
+
+async def test_a_failed_connect_is_told_to_the_one_whose_own_went_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running("a") as a:
+        transport = Transport(20.0)
+        connects = Connects(monkeypatch, transport)
+        a.fake.open.clear()
+        first, _ = send(transport, a.fake.upstream)
+        second, _ = send(transport, a.fake.upstream)
+        await connects.asked(2)
+        connects.told[1].set_result(None)
+        await until(lambda: a.fake.in_flight == 1)
+        connects.told[0].set_result(ConnectionRefusedError())
+        reply = await second
+        assert isinstance(reply, Broken)
+        assert reply.kind is FaultKind.CONNECT
+        a.fake.open.set()
+        assert isinstance(await first, Reply)
+        await transport.close()
+
+
+async def test_a_connection_that_comes_when_nobody_wants_it_any_more_is_still_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it was being made the pool was empty, and looked through for what is old."""
+    async with running("a") as a:
+        transport = Transport(20.0)
+        connects = Connects(monkeypatch, transport)
+        left, _ = send(transport, a.fake.upstream)
+        await connects.asked(1)
+        left.cancel()
+        await asyncio.wait([left])
+        transport._drop_old()
+        connects.told[0].set_result(None)
+        await until(lambda: not transport._making)
+        assert isinstance(await send(transport, a.fake.upstream)[0], Reply)
+        assert len(connects.told) == 1, "it was used"
+        await transport.close()
+        await until(lambda: a.runner.server is not None and not a.runner.server.connections)
 
 
 async def test_a_connect_that_hangs_ends_at_its_timeout() -> None:

@@ -157,6 +157,13 @@ async def test_stopping_lets_what_is_at_work_finish_and_takes_nothing_more() -> 
         await stopping
 
 
+async def test_a_client_whose_connection_is_taken_as_the_server_stops_is_not_waited_for() -> None:
+    async with running("a") as a, proxied(a.fake.upstream) as proxy:
+        proxy.server.draining = True  # `stop` has told those that were there
+        async with connected(proxy) as late:
+            assert await late.closed() == b""
+
+
 async def test_stopping_ends_at_its_deadline_what_does_not_finish() -> None:
     async with running("a", held=True) as a, proxied(a.fake.upstream) as proxy, connected(proxy) as wire:
         wire.ask()

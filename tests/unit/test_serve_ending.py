@@ -35,6 +35,19 @@ print(len(orphans.below()), flush=True)
 """
 
 
+PART = """
+import os, subprocess, sys
+from eval_service import orphans
+ends = [sys.executable, "-c", ""]
+part = subprocess.Popen(ends)
+os.waitid(os.P_PID, part.pid, os.WEXITED | os.WNOWAIT)
+other = subprocess.Popen(ends)
+os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+orphans.bury({part.pid})
+print(os.path.exists(f"/proc/{part.pid}"), os.path.exists(f"/proc/{other.pid}"), part.wait())
+"""
+
+
 class Stand:
     """An ending whose Ray is a flag, and what the process would have ended with."""
 
@@ -122,3 +135,11 @@ def test_what_is_below_a_process_is_ended_also_where_it_has_lost_its_parent_and_
         [sys.executable, "-c", CHILDREN], cwd=root, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout.split() == ["2", "0"], done.stderr
+
+
+def test_a_part_that_has_ended_and_that_nobody_waits_for_keeps_no_other_from_being_reaped() -> None:
+    root = str(Path(ending.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", PART], cwd=root, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.split() == ["True", "False", "0"], done.stderr

@@ -63,3 +63,18 @@ def test_a_ledger_that_cannot_be_read_leaves_the_count_and_raises_nothing(
     for _ in range(20):
         assert policy(CONTEXT) == (3, {})
         threading.Event().wait(0.01)
+
+
+def test_a_host_that_has_no_thread_left_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "LOOK_EVERY_S", 0.0)
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    policy = DesiredCount(url, "eval")
+    show(url, 3)
+
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        assert policy(CONTEXT)[0] == 7
+    until(policy, 3)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.demo import tiny
+from eval_service.suites import scoring
 from eval_service.suites.chat import NoTemplate, chat_options
 from eval_service.suites.scorers import SCORERS, scorer
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool, ScorerPoolFailed
@@ -163,6 +164,28 @@ async def test_a_process_that_died_idle_is_replaced_and_blames_nobody(pool: Scor
     assert first.value is not None
     os.kill(int(first.value), signal.SIGKILL)
     assert await pool.score("exact", ["a"], ["a"]) == [Score(1.0)]
+
+
+async def test_a_scorer_that_closes_its_socket_and_goes_on_is_that_samples_error(
+    pool: ScorerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_EXIT_S", 0.1)
+    scores = await pool.score("deaf_on_bad", ["a", "bad", "b"], [""] * 3)
+    assert scores == [Score(1.0), Score(None, f"the scorer's process ended ({-signal.SIGKILL})"), Score(1.0)]
+
+
+async def test_a_process_that_does_not_read_is_replaced_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_MESSAGE_S", 0.2)
+    pool = ScorerPool(1, 10.0, [_BAD])
+    try:
+        (pid,) = await pool.score("pid", ["a"], [""])
+        monkeypatch.undo()  # the one that takes its place has all the time that it needs
+        os.kill(int(pid.value or 0), signal.SIGSTOP)
+        much = "x" * (8 << 20)
+        assert await pool.score("exact", [much], [much]) == [Score(1.0)]
+        assert len(pool._all) == 1
+    finally:
+        pool.close()
 
 
 async def test_close_ends_the_processes_and_what_they_are_at() -> None:

@@ -166,6 +166,17 @@ def test_a_worker_that_hangs_is_ended_at_its_deadline_and_started_anew(tmp_path:
     patient.close()
 
 
+@pytest.mark.parametrize("log", ["file/log", "directory"])
+def test_a_worker_that_cannot_be_started_says_so_and_leaves_no_socket_open(tmp_path: Path, log: str) -> None:
+    """A socket that its finalizer closes is a ResourceWarning, which no test may leave."""
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    worker = Worker("jsonl", LINES, state_dir=tmp_path, log=tmp_path / log)
+    assert "its process ended" in worker.deliver([]).error
+    assert worker.pid is None
+    worker.close()
+
+
 def fleet(tmp_path: Path, rest: str, service: str = "") -> FleetConfig:
     path = tmp_path / "fleet.toml"
     path.write_text(FLEET.format(rest=rest, service=service))

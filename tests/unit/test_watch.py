@@ -222,6 +222,34 @@ def test_what_changes_while_it_is_read_is_not_taken(stand: Stand, monkeypatch: p
     assert "changed while it was read" in gaps(watcher.coverage())[0]
 
 
+def test_what_changed_after_it_was_read_in_the_same_look_is_read_again(stand: Stand) -> None:
+    """The checks had read the first weights when the trainer put others in their place."""
+    from eval_service.watch import completion
+
+    place = stand.save("step_1")
+    watcher = stand.watcher()
+    watcher.turn()
+
+    def replaced(directory: Path) -> Any:
+        report = completion.examine(directory)
+        shutil.rmtree(place)
+        stand.save("step_1", seed=5)
+        watcher.taken[1].checkpoint.check = completion.examine
+        return report
+
+    watcher.taken[1].checkpoint.check = replaced
+    stand.monotonic += 31
+    stand.quiet(watcher)
+    stand.monotonic += 31
+    watcher.turn()
+    assert gaps(watcher.coverage()) == []
+    (point,) = stand.service.points("w")
+    assert (point.state, point.reason) == (PointState.DONE, None)
+    report = completion.examine(place)
+    assert report.manifest is not None
+    assert point.digest == report.manifest.digest
+
+
 def test_the_model_may_lie_deeper_and_a_directory_may_lie_about_its_run(stand: Stand) -> None:
     lay_out(tiny(), stand.directory / "global_step_9" / "actor" / "huggingface")
     (stand.directory / "w").mkdir()  # where the samples go

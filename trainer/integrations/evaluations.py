@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -151,14 +151,14 @@ class _UnderWay:
             raise ConfigError(
                 f"{exc.filename} can't be written: {exc.strerror}", field="output_dir", hint=HINT
             ) from exc
-        token = token_of(section)
-        self._client = connect(section.url) if token is None else connect(section.url, token=token)
-        link = ServiceLink(config, self._client, self.log)
-        try:
+        with ExitStack() as unless_begun:
+            unless_begun.callback(self.log.close)
+            token = token_of(section)
+            self._client = connect(section.url) if token is None else connect(section.url, token=token)
+            unless_begun.callback(self._client.close)
+            link = ServiceLink(config, self._client, self.log)
             link.check()
-        except BaseException:
-            self._close()
-            raise
+            unless_begun.pop_all()
         self.hook = EvalHook(config, link, self.log, stager)
 
     def before_training(self, start: int) -> None:

@@ -416,6 +416,21 @@ def test_the_drain_waits_for_what_is_being_written(bench: Bench) -> None:
     assert bench.events().index("eval_dispatched") < bench.events().index("drain_begin")
 
 
+def test_an_export_that_outlives_its_launch_is_kept_for_the_next_one(bench: Bench, log: StepLog) -> None:
+    """Its drain's time was up: client and log are closed when it comes to telling of its snapshot."""
+    writing, go_on = threading.Event(), threading.Event()
+    bench.weights.hold = _held(writing, go_on)
+    bench.hook.evaluate(FINAL)
+    assert writing.wait(30)
+    bench.drain()
+    assert "export_abandoned" in bench.events()
+    bench.hook.link.client.close()
+    log.close()
+    go_on.set()
+    assert bench.hook.join(30)
+    assert [request.step for _, request in bench.outbox.pending()] == [10]
+
+
 def test_an_unreachable_drain_leaves_a_receipt_in_the_outbox(bench: Bench) -> None:
     bench.evaluate(Point(1, Kind.PERIODIC))
     bench.stub.away = lambda _: True

@@ -14,6 +14,7 @@ from typing import Any
 import grimp
 import pytest
 
+from eval_service.contract.errors import ConfigError
 from eval_service.contract.manifest import Canary
 from eval_service.contract.safetensors_io import TensorData
 from eval_service.contract.snapshot import SnapshotWriter
@@ -129,6 +130,21 @@ def test_a_process_that_never_started_does_nothing(service: PaperService) -> Non
     assert made.end(1) is None
     assert service.calls == []
     assert not (service.root / "r").exists()
+
+
+def test_a_start_that_is_refused_leaves_no_log_open(service: PaperService, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[StepLog] = []
+
+    def watched(path: Path) -> StepLog:
+        opened.append(StepLog(path))
+        return opened[-1]
+
+    monkeypatch.setattr("trainer.integrations.evaluations.StepLog", watched)
+    keys = {"run": "r", "root": service.root, "url": "http://paper", "interval": 1, "suites": ["main"]}
+    made = Evaluations(connect=service.connect, **keys, token_file=service.root / "none")
+    with pytest.raises(ConfigError, match="token_file"):
+        made.start(lambda _: PaperWeights(), num_steps=3)
+    assert [log._file.closed for log in opened] == [True]
 
 
 def test_with_no_interval_nothing_is_ever_evaluated(service: PaperService) -> None:

@@ -27,6 +27,15 @@ def test_numbers_go_on_over_launches_and_a_line_cut_short_is_left_out(tmp_path: 
     assert [(e["seq"], e["time"]) for e in read_steplog(path)] == [(1, 5.0), (2, 6.0)]
 
 
+def test_what_a_thread_that_was_given_up_tells_of_a_closed_log_raises_nothing(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps.jsonl")
+    log.write("start")
+    log.close()
+    log.write("eval_exported")
+    log.close()
+    assert [entry["event"] for entry in read_steplog(log.path)] == ["start"]
+
+
 def test_a_stop_is_a_flag_that_cuts_waits_until_the_drain() -> None:
     stop = StopFlag()
     with stop.installed():
