@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from eval_service.contract.states import PointState
 from tests.support.controller_stand import HUNG_SOON, Stand
+from tests.support.processes import alive
 
 
 @pytest.mark.parametrize("victim", ["server_pid", "supervisor_pid"])
@@ -44,6 +44,5 @@ async def _mended(stand: Stand, process: psutil.Process, *, stopped: bool) -> No
     if stopped:
         process.resume()  # a supervisor that stands still harms nobody until its replica ends
         return
-    gone: Callable[[], bool] = lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # noqa: E731
-    await stand.until(gone)
+    await stand.until(lambda: not alive([process]))
     await stand.until_ready("e0")
