@@ -66,6 +66,11 @@ class ServiceConfig(Section):
     allow_anonymous: bool = Field(default=False, description="listen beyond loopback though there is no token")
     requests_per_s: float = Field(default=1000.0, ge=0, description="of one token, or one address; 0: no bound")
 
+    @property
+    def stop_s(self) -> float:
+        """What an orderly stop may take: the engines' handover, and what Serve needs to end them beside it."""
+        return max(35.0, self.handover_s + 25.0)
+
 
 class GroupConfig(Section):
     """`[groups.NAME]`."""

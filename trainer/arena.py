@@ -1,13 +1,13 @@
-"""Host memory in blocks that many tensors share, pinned where a GPU copies to it.
+"""Host memory in blocks that many tensors share, pinned where a GPU copies to it: pinning each by itself takes long.
 
-Torch rounds pinned memory up to a power of two, each allocation by itself, which takes up to twice what is asked for.
-Blocks are powers of two, and what is left of one goes to the next tensor that it holds.
+What is left of a block goes to the next tensor that it holds.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from trainer.host_memory import host_memory
 
 _BLOCK_BYTES, _ALIGNED_BYTES = 64 << 20, 64
 
@@ -34,14 +34,8 @@ class HostArena:
         number = next((n for n, block in enumerate(self._blocks) if block.numel() - self._used[n] >= size_bytes), None)
         if number is None:
             number = len(self._blocks)
-            length = max(_BLOCK_BYTES, power_of_two(size_bytes))
-            self._blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned))
+            self._blocks.append(host_memory(max(_BLOCK_BYTES, size_bytes), pinned=self._pinned))
             self._used.append(0)
         at = self._used[number]
         self._used[number] = at + -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         return self._blocks[number][at : at + size_bytes]
-
-
-def power_of_two(size_bytes: int) -> int:
-    """The least one that is no less: what torch takes for so much pinned memory."""
-    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.host_memory import host_memory
+
 PIECE_BYTES = 16 << 20
 _WORTH_THREADS_BYTES = 16 << 20
 
@@ -31,8 +33,7 @@ class HostBuffer:
         total = sum(tensor.numel() for tensor in tensors.values())
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self.on_gpu = device.type == "cuda"
-        self.flat = torch.empty(total, dtype=dtype, pin_memory=self.on_gpu)
-        self.flat.zero_()
+        self.flat = host_memory(total * dtype.itemsize, pinned=self.on_gpu).view(dtype)
         self.views = _views(self.flat, tensors)
         self._near = torch.zeros(total, dtype=dtype, device=device) if near else None
         self._filled = self.views if self._near is None else _views(self._near, tensors)

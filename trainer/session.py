@@ -20,7 +20,6 @@ from eval_service.contract.client import EvalClient
 from eval_service.contract.errors import ConfigError
 from trainer import cadence
 from trainer.architecture import FIELD, Architecture, read_architecture
-from trainer.arena import power_of_two
 from trainer.background import Background
 from trainer.checkpoint import FIELD as FIELD_SAVES
 from trainer.checkpoint import CheckpointStore
@@ -115,8 +114,6 @@ def prepare(config: RunConfig) -> Prepared:
     architecture = read_architecture(config.model.hf_path)
     stages = check_layout(config, architecture, world_size())
     buffer = buffer_bytes(config, architecture, stages)
-    if torch.cuda.is_available():
-        buffer = power_of_two(buffer)  # pinned
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_memory(buffer, here)
     store = _store(config)

@@ -43,10 +43,10 @@ class Apart:
         apart, (ours, theirs) = cls(log), socket.socketpair()
         environment = {**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        with contextlib.ExitStack() as unless_started:  # as where its owner is cancelled meanwhile
+        async with contextlib.AsyncExitStack() as unless_started:  # as where its owner is cancelled meanwhile
             unless_started.callback(ours.close)
             await apart._exec(module, theirs, environment)
-            unless_started.callback(end_all, apart.pid)
+            unless_started.push_async_callback(apart._kill)
             apart._reader, apart._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
             unless_started.pop_all()
         return apart
@@ -106,8 +106,13 @@ class Apart:
 
     async def end(self) -> None:
         """Kill it and whatever it started, and reap it."""
+        try:
+            await self._kill()
+        finally:
+            self._writer.close()
+
+    async def _kill(self) -> None:
         end_all(self.pid)
-        self._writer.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._process.wait()

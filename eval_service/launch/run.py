@@ -35,7 +35,8 @@ from eval_service.ports import free_port
 
 LOOK_S = 0.2
 READY_TIMEOUT_S = 180.0
-STOP_GRACE_S = 60.0  # Ray and Serve take up to half a minute to end
+STOP_GRACE_S = 60.0  # at least
+SHUTDOWN_S = 25.0  # of Ray, after an orderly stop
 LINGER_S = 15.0
 _UNDER_WAY = (PointState.QUEUED, PointState.PINNING, PointState.RUNNING, PointState.SCORING)
 
@@ -282,7 +283,9 @@ class Launch:
 
     def _end(self, part: Part) -> None:
         part.send(signal.SIGTERM)
-        until = self.clock() + STOP_GRACE_S
+        service = self.plan.service
+        stop_s = service.fleet.service.stop_s + SHUTDOWN_S if service is not None else 0.0
+        until = self.clock() + max(STOP_GRACE_S, stop_s)
         while part.running and self.clock() < until:
             part.wait(LOOK_S)
         part.send(signal.SIGKILL)

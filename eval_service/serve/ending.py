@@ -28,7 +28,6 @@ RAY_DIED = 4  # as the command line gives `Unavailable`
 GRACE_S = 1.0  # the signal that has ended Ray may be on its way to this process
 SAME_SIGNAL_S = 2.0  # what of Ray has ended so shortly before this process was told to, was told the same
 JOINED_GRACE_S = 10.0  # a cluster may start its head anew
-ORDERLY_S = 35.0  # Serve takes up to half a minute to end engines
 LEAVING_S = 15.0
 _IDLE_S, _LOOK_S = 1.0, 0.2  # between looks, before and after it is told to stop
 _LINGER_S = 10.0
@@ -37,13 +36,23 @@ _VITAL = ("gcs_server", "raylet")
 
 
 class Ending:
-    """`begin` before Ray is started, `own` or `joined` after it, `leave` before it is shut down, `close` at last."""
+    """`begin` before Ray is started, `own` or `joined` after it, `leave` before it is shut down, `close` at last.
+
+    Args:
+        stop_s: from the order to stop until Ray must be about to be shut down.
+    """
 
     def __init__(
-        self, stop: threading.Event, scratch: Scratch | None, *, leave_with: Callable[[int], object] = os._exit
+        self,
+        stop: threading.Event,
+        scratch: Scratch | None,
+        *,
+        stop_s: float,
+        leave_with: Callable[[int], object] = os._exit,
     ) -> None:
         self._stop = stop
         self._scratch = scratch
+        self._stop_s = stop_s
         self._leave_with = leave_with
         self._ray: list[psutil.Process] = []  # what Ray started here itself
         self._lives: Callable[[], bool] | None = None
@@ -102,7 +111,7 @@ class Ending:
             orphans.bury({process.pid for process in self._ray})
         if not self._leaving:
             if self._stop_at is None and self._stop.is_set():
-                self._stop_at, self._until = now, now + ORDERLY_S
+                self._stop_at, self._until = now, now + self._stop_s
             self._gone_at = (self._gone_at or now) if self._is_gone(now) else None
         gone = self._gone_at is not None and now - self._gone_at >= self._grace_s
         if gone or now >= self._until:

@@ -71,7 +71,7 @@ def serve_forever(
     collect()
     scratch = Scratch.make(Kind.RAY) if address is None else None
     temp_dir = scratch.path if scratch is not None else None
-    ending = Ending(stop, scratch)
+    ending = Ending(stop, scratch, stop_s=fleet.service.stop_s)
     ending.begin()
     try:
         if temp_dir is not None:

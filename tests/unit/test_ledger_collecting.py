@@ -84,6 +84,7 @@ def tend(
                 await keeping.tick()
                 await asyncio.sleep(0.01)
         await keeping.close()
+        await thread(lambda: None)  # what it was asked before ends while there is a loop to hear it
         thread.close()
 
     asyncio.run(work())

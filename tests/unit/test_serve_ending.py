@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from eval_service.cli.main import exit_code
+from eval_service.fleet_config import ServiceConfig
 from eval_service.scratch import Kind, Scratch
 from eval_service.serve import ending
-from eval_service.serve.ending import GRACE_S, JOINED_GRACE_S, ORDERLY_S, RAY_DIED, Ending, answers, ray_died
+from eval_service.serve.ending import GRACE_S, JOINED_GRACE_S, RAY_DIED, Ending, answers, ray_died
 
+STOP_S = 40.0
 CHILDREN = """
 import subprocess, sys
 from eval_service import orphans
@@ -45,7 +47,7 @@ class Stand:
         self.stop = threading.Event()
         self.codes: list[int] = []
         self.scratch = Scratch.make(Kind.RAY)
-        self.ending = Ending(self.stop, self.scratch, leave_with=self.codes.append)
+        self.ending = Ending(self.stop, self.scratch, stop_s=STOP_S, leave_with=self.codes.append)
         if gcs is not None:
             self.ending.joined(gcs)
 
@@ -71,13 +73,19 @@ def test_without_ray_the_service_ends_as_it_was_told_to_or_with_its_code_and_wor
         assert ("Ray has died" in capsys.readouterr().err) is not told
 
 
+def test_what_a_stop_may_take_holds_the_engines_handover(tmp_path: Path) -> None:
+    usual, long = (ServiceConfig(roots=(tmp_path,), state_dir=tmp_path, handover_s=s) for s in (10.0, 120.0))
+    assert usual.stop_s == 35.0
+    assert long.stop_s == 145.0
+
+
 def test_a_stop_that_does_not_come_to_its_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(monkeypatch, tmp_path)
     assert not stand.ending.look(1000.0)
     stand.stop.set()
     assert not stand.ending.look(1000.0)
-    assert not stand.ending.look(1000.0 + ORDERLY_S - 1.0)
-    assert stand.ending.look(1000.0 + ORDERLY_S)
+    assert not stand.ending.look(1000.0 + STOP_S - 1.0)
+    assert stand.ending.look(1000.0 + STOP_S)
     assert stand.codes == [0]
 
 
