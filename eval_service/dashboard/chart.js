@@ -20,6 +20,7 @@ export class Chart {
     this.share = share;
     this.series = [];
     this.at = null;
+    this.step = null; // what is read out, also when the chart is drawn anew
     this.plot = null;
     this.box = h("div", { class: "plot", "aria-hidden": "true" });
     this.readout = h("p", { class: "readout soft", "aria-live": "polite" });
@@ -49,6 +50,7 @@ export class Chart {
   make() {
     this.plot?.destroy();
     this.plot = null;
+    this.at = undefined;
     if (!this.steps?.length) {
       fill(this.box, h("p", {}, "No points yet."));
       return;
@@ -56,10 +58,10 @@ export class Chart {
     fill(this.box);
     // `undefined` is a step that a series has not, which is no gap; `null` is one, and breaks the line.
     const columns = this.series.map((one) => this.steps.map((step) => (one.by.has(step) ? (one.by.get(step).value ?? null) : undefined)));
-    this.plot = new uPlot(this.options(), [this.steps, ...columns], this.box);
+    this.plot = new uPlot(this.options(this.step), [this.steps, ...columns], this.box);
   }
 
-  options() {
+  options(step) {
     const axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid") }, font: "12px system-ui, sans-serif" };
     return {
       width: Math.max(240, this.box.clientWidth),
@@ -69,7 +71,7 @@ export class Chart {
       scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: () => this.bounds() } },
       axes: [{ ...axis, label: "step", labelSize: 20, stroke: color("--soft") }, { ...axis, size: 62 }],
       series: [{}, ...this.series.map((_, index) => this.line(index))],
-      hooks: { draw: [(plot) => this.over(plot)], setCursor: [(plot) => this.point(plot.cursor.idx)] },
+      hooks: { ready: [() => this.go(this.steps.indexOf(step))], draw: [(plot) => this.over(plot)], setCursor: [(plot) => this.point(plot.cursor.idx)] },
     };
   }
 
@@ -115,8 +117,15 @@ export class Chart {
     if (index === this.at) return;
     this.at = index ?? null;
     const step = this.at === null ? null : this.steps[this.at];
+    this.step = step;
     const told = step === null ? [] : this.series.filter((one) => one.by.has(step)).map((one) => told_of(one, one.by.get(step)));
     fill(this.readout, step === null ? "" : [`Step ${step.toLocaleString("en")}: `, told.flatMap((one, index) => (index ? ["; ", one] : [one]))]);
+  }
+
+  go(index) {
+    if (index < 0) return;
+    this.plot.setCursor({ left: this.plot.valToPos(this.steps[index], "x"), top: this.height / 3 });
+    this.point(index);
   }
 
   onKey(event) {
@@ -124,10 +133,7 @@ export class Chart {
     if (way !== undefined && this.steps?.length) {
       event.preventDefault();
       const to = (this.at ?? (way > 0 ? -1 : this.steps.length)) + way;
-      const index = Math.max(0, Math.min(this.steps.length - 1, to));
-      const left = this.plot.valToPos(this.steps[index], "x");
-      this.plot.setCursor({ left, top: this.height / 3 });
-      this.point(index);
+      this.go(Math.max(0, Math.min(this.steps.length - 1, to)));
     } else if (event.key === "Enter" && event.target === event.currentTarget) {
       this.readout.querySelector("a")?.click();
     }

@@ -5,7 +5,10 @@ import { headers, isWanted, known, refused } from "./token.js";
 const EVERY_MS = 1000; // a page is made anew at most this often, however much happens
 const KINDS = ["point", "drain", "fleet"];
 
-/** Calls `onEvents(list)` with what came since the last call, and `onState(text)`; `reset` among them is: look anew. */
+/**
+ * Calls `onEvents(list)` with what came since the last call, and `onState(text)`; `reset` among them is: look anew.
+ * `onState` tells whether something was looked at already, of which what came before the stream would be missed.
+ */
 export function follow(onEvents, onState) {
   let waiting = [];
   let timer = null;
@@ -23,11 +26,8 @@ export function follow(onEvents, onState) {
   };
   const start = () => {
     const source = new EventSource("events");
-    let opened = false;
     source.onopen = () => {
-      onState("live");
-      if (opened) take("reset", {});
-      opened = true;
+      if (onState("live")) take("reset", {});
     };
     source.onerror = () => {
       onState("not connected");
@@ -42,16 +42,18 @@ export function follow(onEvents, onState) {
 }
 
 /** The same under a token, which an EventSource can't send. */
-async function read(take, onState, after = null, again = false) {
+async function read(take, onState, after = null) {
   const left = new AbortController();
   addEventListener("pagehide", () => left.abort(), { once: true });
   try {
     const more = after === null ? {} : { "last-event-id": after };
     const answer = await fetch("events", { headers: headers(more), signal: left.signal, cache: "no-store" });
-    if (answer.status === 401) return refused();
+    if (answer.status === 401) {
+      onState("not connected");
+      return refused();
+    }
     if (!answer.ok) throw new Error(`${answer.status}`);
-    onState("live");
-    if (again) take("reset", {});
+    if (onState("live")) take("reset", {});
     let text = "";
     const decoder = new TextDecoder();
     for (let reader = answer.body.getReader(), part; !(part = await reader.read()).done; ) {
@@ -64,7 +66,7 @@ async function read(take, onState, after = null, again = false) {
     if (left.signal.aborted) return;
   }
   onState("not connected");
-  setTimeout(() => read(take, onState, after, true), 2000);
+  setTimeout(() => read(take, onState, after), 2000);
 }
 
 /** One frame's event; returns its number, if it has one. */

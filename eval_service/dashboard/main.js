@@ -19,6 +19,7 @@ let at = null;
 let under = new AbortController();
 let busy = false;
 let again = false;
+let begun = false;
 
 async function load() {
   under.abort();
@@ -107,8 +108,15 @@ async function look() {
   byId("version").textContent = `version ${status.version}, controller ${status.controller_alive ? "acts" : "is away"}`;
 }
 
+/** Show the page, once the events are followed, so that nothing falls between the two; tells whether it was shown. */
+function begin() {
+  if (begun) return true;
+  begun = true;
+  go();
+  return false;
+}
+
 theme(kept());
-go();
 look();
 setInterval(look, 15000);
 follow(
@@ -117,5 +125,7 @@ follow(
   },
   (text) => {
     byId("live").textContent = text;
+    return begin();
   },
 );
+setTimeout(begin, 1000);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
@@ -24,5 +26,13 @@ async def events(
     if run is not None:
         await services.known(run)
     frames = services.feed.follow(run, after if last_event_id is None else last_event_id)
+    first = await anext(frames)  # before the answer begins: who has it may count on hearing of all that comes after
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_from(first, frames), media_type="text/event-stream", headers=headers)
+
+
+async def _from(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    yield first
+    async with aclosing(rest):
+        async for frames in rest:
+            yield frames

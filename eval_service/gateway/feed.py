@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from eval_service.contract.errors import EvalfleetError, Unavailable
@@ -87,17 +87,20 @@ class Feed:
         if len(self._streams) + self._joining >= MOST_STREAMS:
             raise Unavailable(f"{MOST_STREAMS} streams are open", hint="ask another gateway, or later")
 
-    async def follow(self, run: str | None, after: int | None) -> AsyncIterator[bytes]:
-        """The stream's bytes, without an end unless its reader is too slow.
+    async def follow(self, run: str | None, after: int | None) -> AsyncGenerator[bytes]:
+        """The stream's bytes, without an end unless its reader is too slow; whoever has the first misses nothing.
 
         Args:
             run: only what is of this run.
             after: the last number that was seen; None: only what comes from now on.
+
+        Raises:
+            Unavailable: the ledger is away.
         """
-        yield f"retry: {_RETRY_MS}\n\n".encode()
         stream = _Stream(run, after or 0)
         joined = await self._join(stream)
         try:
+            yield f"retry: {_RETRY_MS}\n\n".encode()
             if after is not None:
                 async for frames in self._missed(stream, after, joined):
                     yield frames

@@ -23,6 +23,7 @@ from eval_service.suites.suite import check_served, load_suites
 from tests.support.controller_stand import Stand, said
 from tests.support.engine_model import make_model
 from tests.support.inner_engine import boot_inner
+from tests.support.processes import alive
 
 pytestmark = pytest.mark.anyio
 
@@ -79,11 +80,11 @@ async def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_po
     async with stand_of(tmp_path, timeout_s=12.0).running(engines=0) as stand:
         hanging = stand.dispatch("r", 9)
         await stand.until(lambda: noted(tmp_path, "child"))
+        [child] = map(psutil.Process, noted(tmp_path, "child"))
         late, after = await stand.until_ended(hanging, stand.dispatch("r", 10))
         assert (late.state, late.reason) == (PointState.FAILED, Reason.DEADLINE)
         assert after.state is PointState.DONE
-        [child] = noted(tmp_path, "child")
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        await stand.until(lambda: not alive([child]))
         assert len(noted(tmp_path, "made")) == 2
 
 

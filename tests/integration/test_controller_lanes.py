@@ -11,10 +11,11 @@ import pytest
 
 from eval_service.contract.states import PinProof, PointState, Reason
 from eval_service.contract.wire import EngineState
+from eval_service.controller.costs import Costs
 from eval_service.engine.protocol import CommandKind, CommandResult, PinOrder
 from eval_service.ledger.orders import Orders
 from tests.support.bounded import go
-from tests.support.controller_stand import Stand
+from tests.support.controller_stand import HUNG_SOON, Stand
 
 
 @pytest.fixture
@@ -42,10 +43,14 @@ def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(st
 
 def test_two_points_run_side_by_side_on_two_engines(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=4, knobs={"latency_s": 0.05}).running(2) as stand:
+        async with stand_of(prompts=4).running(2) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers("e0", "e1")
             points = [stand.dispatch("r", step) for step in range(2)]
+            for point in points:
+                await stand.until_state(point, PointState.RUNNING)
+            stand.release()
             [one], [two] = [view.history for view in await stand.until_done(*points)]
             assert set(one.engines).isdisjoint(two.engines)
             assert one.ended_at is not None
@@ -56,11 +61,14 @@ def test_two_points_run_side_by_side_on_two_engines(stand_of: Make) -> None:
 
 def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(1) as stand:
+        async with stand_of(prompts=40).running(1) as stand:
             stand.put_run("r")
+            stand.hold_answers("e0")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
             stand.start_engine("late")
+            await stand.until(lambda: "late" in stand.lane(point).proven)
+            stand.release()
             await stand.until_done(point)
             assert {sample.engine for sample in stand.samples(point)} == {"e0", "late"}
 
@@ -99,7 +107,7 @@ def test_an_engine_that_goes_wrong_in_mid_lane_is_mended_and_the_point_ends_well
     monkeypatch.setattr("eval_service.controller.fleet.QUARANTINE_S", 0.1)
 
     async def body() -> None:
-        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=4.0)
+        stand = stand_of(prompts=60, knobs={"latency_s": 0.05}, sample_timeout_s=20.0, times=HUNG_SOON)
         async with stand.running(engines):
             await stand.until_ready()
             stand.put_run("r")
@@ -145,30 +153,39 @@ def test_engines_that_go_on_telling_the_old_label_are_at_fault_and_never_the_sna
     go(body)
 
 
-def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(stand_of: Make) -> None:
+def test_an_engine_that_is_bad_for_good_is_quarantined_and_the_others_go_on(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Costs, "engines_for", lambda self, suite, unsent: unsent)  # whatever a pin has taken
+
     async def body() -> None:
-        async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(1) as stand:
+        async with stand_of().running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             await stand.until_done(stand.dispatch("r", 0))
             stand.start_engine("a-bad", wrong_weights=True)
-            await stand.until_ready("a-bad")
+            await stand.until_ready()
+            stand.hold_answers("e0")
             points = [stand.dispatch("r", step) for step in (1, 2, 3)]
-            await stand.until_done(*points)
             await stand.until(lambda: stand.engine("a-bad").state is EngineState.QUARANTINED)
+            stand.release()
+            await stand.until_done(*points)
 
     go(body)
 
 
 def test_a_bad_engine_that_was_never_proven_does_not_get_the_snapshot_blamed(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=120, knobs={"latency_s": 0.05}).running(0) as stand:
+        async with stand_of().running(0) as stand:
+            stand.hold_answers("good")
             stand.start_engine("a-bad", wrong_weights=True)
             stand.start_engine("good")
             await stand.until_ready()
             stand.put_run("r")
-            await stand.until_done(stand.dispatch("r", 0))
+            point = stand.dispatch("r", 0)
             await stand.until(lambda: stand.engine("a-bad").state is EngineState.QUARANTINED)
+            stand.release()
+            await stand.until_done(point)
 
     go(body)
 
@@ -253,14 +270,14 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
     """What it boots with it holds without loading; and what was proven once is sound."""
 
     async def body() -> None:
-        async with stand_of(prompts=400).running(1) as stand:
+        async with stand_of().running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
             stand.put_run("q", max_engines=1)
             suspect = stand.export("r", 1)
             if fault != "loads nothing":
                 await stand.until_done(stand.dispatch("r", 1, suspect))
-            await stand.turn("e0", latency_s=0.2)
+            stand.hold_answers("e0")
             busy = stand.dispatch("q", 5)
             await stand.until(lambda: stand.lane(busy)._in_flight("e0"))
             stand.start_engine("bad", wrong_weights=fault == "loads nothing")
@@ -276,8 +293,8 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
             monkeypatch.setattr(stand.acting.fleet, "send", deadly)
             point = stand.dispatch("r", 1, suspect)
             await stand.until(lambda: "bad" in stand.lane(point)._suspicions)
-            await stand.turn("e0", latency_s=0.0)
             Orders(stand.database).cancel(busy)
+            stand.release()
             [view] = await stand.until_done(point)
             assert view.attempts == 1
             assert {sample.engine for sample in stand.samples(point)} == {"e0"}
@@ -290,8 +307,9 @@ def test_engines_of_a_lane_that_disagree_are_both_doubted_and_to_have_come_first
     """The first one lies: its samples must not become the result."""
 
     async def body() -> None:
-        async with stand_of(prompts=200, knobs={"latency_s": 0.05}).running(0) as stand:
+        async with stand_of(prompts=40).running(0) as stand:
             stand.put_run("r")
+            stand.hold_answers("liar", "e2", "e3")
             stand.start_engine("liar", wrong_weights=True, noise=1e-4)
             await stand.until_ready()
             await stand.turn("liar", noise=2e-4)  # it looks changed by the pin, and loads nothing
@@ -304,6 +322,8 @@ def test_engines_of_a_lane_that_disagree_are_both_doubted_and_to_have_come_first
             assert "differs from that of" in (view.history[0].detail or "")
             stand.start_engine("e2")
             stand.start_engine("e3")
+            await stand.until(lambda: len(stand.lane(point).proven) == 2)
+            stand.release()
             [view] = await stand.until_done(point)
             assert "liar" not in {sample.engine for sample in stand.samples(point)}
             assert view.pin_proof is PinProof.AGREEMENT
@@ -313,8 +333,9 @@ def test_engines_of_a_lane_that_disagree_are_both_doubted_and_to_have_come_first
 
 def test_two_engines_that_agree_win_against_the_one_that_came_first(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=400, knobs={"latency_s": 0.05}).running(0) as stand:
+        async with stand_of(prompts=40).running(0) as stand:
             stand.put_run("r")
+            stand.hold_answers("odd")
             stand.start_engine("odd", noise=1e-4)
             await stand.until_ready()
             point = stand.dispatch("r", 1, stand.export("r", 1, canary=None))
@@ -342,15 +363,17 @@ def test_commands_and_results_survive_lost_answers(stand_of: Make) -> None:
 
 def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven_anew(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=300, knobs={"latency_s": 0.05}, engine_lost_s=1.0).running(1) as stand:
+        async with stand_of(engine_lost_s=1.0).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers("e0")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
             stand.link.cut.add("e0")
             await stand.until(lambda: stand.engine("e0").lost)
             assert stand.point(point).state is PointState.RUNNING
             stand.link.cut.clear()
+            stand.release()
             [view] = await stand.until_done(point)
             assert view.attempts == 1
 
@@ -359,14 +382,15 @@ def test_an_engine_that_falls_silent_is_lost_and_one_that_speaks_again_is_proven
 
 def test_a_leaving_engine_gets_nothing_more_and_what_it_has_not_done_in_time_runs_elsewhere(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=300, knobs={"latency_s": 0.02}, handover_s=0.2).running(2) as stand:
+        async with stand_of(prompts=40, handover_s=0.2).running(2) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers("e0", "e1")
             point = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(point).proven) == 2)
-            await stand.turn("e0", latency_s=30.0)
             await stand.until(lambda: stand.lane(point)._in_flight("e0") == 4)
             stand.runners["e0"].leave()
+            stand.release("e1")
             await stand.until_done(point)
             await stand.until(lambda: stand.engine("e0").point is None)
             assert stand.engine("e0").state is EngineState.LEAVING
@@ -376,17 +400,19 @@ def test_a_leaving_engine_gets_nothing_more_and_what_it_has_not_done_in_time_run
 
 def test_an_engine_with_nothing_left_to_do_starts_the_next_point_while_the_last_samples_finish(stand_of: Make) -> None:
     async def body() -> None:
-        async with stand_of(prompts=200, knobs={"latency_s": 0.02}).running(2) as stand:
+        async with stand_of(prompts=40).running(2) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers("e0", "e1")
             first = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(first).proven) == 2)
-            await stand.turn("e0", latency_s=30.0)
             await stand.until(lambda: stand.lane(first)._in_flight("e0") == 4)
+            stand.release("e1")
             second = stand.dispatch("r", 2)
             await stand.until_state(second, PointState.RUNNING)
             assert stand.point(first).state is PointState.RUNNING
             stand.kill_server("e0")
+            stand.release()
             await stand.until_done(first, second)
 
     go(body)

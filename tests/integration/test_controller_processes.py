@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from eval_service.contract.states import PointState
-from tests.support.controller_stand import Stand
+from tests.support.controller_stand import HUNG_SOON, Stand
+from tests.support.processes import alive
 
 
 @pytest.mark.parametrize("victim", ["server_pid", "supervisor_pid"])
@@ -21,13 +21,15 @@ def test_a_signal_to_any_process_of_an_engine_in_mid_lane_costs_no_sample(
     tmp_path: Path, victim: str, number: signal.Signals
 ) -> None:
     async def body() -> None:
-        stand = Stand(tmp_path, prompts=160, processes=True, knobs={"latency_s": 0.05}, sample_timeout_s=5.0)
+        knobs = {"latency_s": 1.0}  # of the first samples: the lane goes on until both engines are in it
+        stand = Stand(tmp_path, prompts=80, processes=True, knobs=knobs, sample_timeout_s=20.0, times=HUNG_SOON)
         async with asyncio.timeout(100), stand.running(2):
             await stand.until_ready()
             stand.put_run("r")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
             await stand.until(lambda: stand.lane(point)._in_flight("e0") > 0)
+            await asyncio.gather(*(stand.turn(name, latency_s=0.02) for name in stand.runners))
             pid = getattr(stand.engine("e0").report, victim)
             process = psutil.Process(pid)
             os.kill(pid, number)
@@ -42,6 +44,5 @@ async def _mended(stand: Stand, process: psutil.Process, *, stopped: bool) -> No
     if stopped:
         process.resume()  # a supervisor that stands still harms nobody until its replica ends
         return
-    gone: Callable[[], bool] = lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # noqa: E731
-    await stand.until(gone)
+    await stand.until(lambda: not alive([process]))
     await stand.until_ready("e0")

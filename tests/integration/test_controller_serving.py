@@ -146,7 +146,8 @@ async def test_a_serving_ends_by_its_time(served_of: Any) -> None:
 
 
 async def test_a_lane_is_driven_by_the_controller_or_by_the_proxy_and_not_both(served_of: Any) -> None:
-    async with served_of(prompts=400, knobs={"latency_s": 0.05}) as served:
+    async with served_of() as served:
+        served.stand.hold_answers("e0")
         point = served.stand.dispatch("r", 1)
         await served.stand.until_state(point, PointState.RUNNING)
         assert await served.until_code(point, "served_elsewhere") == 409
@@ -188,12 +189,14 @@ async def test_an_engine_killed_with_a_request_in_flight_costs_the_client_nothin
 
 
 async def test_engines_come_with_the_requests_that_fill_them(served_of: Any) -> None:
-    async with served_of(2, knobs={"latency_s": 0.3}) as served:
+    async with served_of(2) as served:
         point = await served.evaluated()
         await served.open(point)
         await served.until_served(point)
+        served.stand.hold_answers("e0", "e1")
         many = [asyncio.create_task(served.ask(point)) for _ in range(24)]
         await served.until_served(point, 2)
+        served.stand.release()
         assert {(await one)[0] for one in many} == {200}
 
 
@@ -211,22 +214,21 @@ async def test_a_serving_that_nobody_asks_gives_its_engine_to_a_point_and_gets_o
 
 
 async def test_a_busy_serving_does_not_starve_a_point_that_has_waited_too_long(served_of: Any) -> None:
-    async with served_of(point_timeout_s=12.0, knobs={"latency_s": 0.05}) as served:
-        point = await served.evaluated()
+    async with served_of(handover_s=0.2, point_timeout_s=600.0) as served:
+        stand, point = served.stand, await served.evaluated()
         await served.open(point)
         await served.until_served(point)
-        stop = asyncio.Event()
-
-        async def keep_busy() -> set[int]:
-            seen = set()
-            while not stop.is_set():
-                seen.add((await served.ask(point))[0])
-            return seen
-
-        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
-        await served.evaluated(2)
-        stop.set()
-        assert set.union(*[await one for one in busy]) == {200}
+        stand.hold_answers("e0")
+        busy = [asyncio.create_task(served.ask(point)) for _ in range(4)]
+        await stand.until(lambda: stand.acting.serving.board.demand(point) == 4)
+        other = stand.dispatch("r", 2)
+        await stand.until(lambda: other in {one.id for one in stand.acting._moves.runnable()})
+        assert served.servings.get(point).engines == 1
+        stand.clock.ahead_s += stand.config.service.point_timeout_s / 2
+        await served.until_served(point, 0)
+        stand.release()
+        await stand.until_done(other)
+        assert {(await one)[0] for one in busy} == {200}
 
 
 async def test_a_controller_that_takes_over_leaves_alone_what_the_proxy_still_sends_to(served_of: Any) -> None:

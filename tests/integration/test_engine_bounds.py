@@ -133,10 +133,10 @@ def test_a_replica_that_hangs_while_it_starts_is_ended_so_that_it_is_replaced(st
     """It is stopped, as a hung one: no thread of its own could have ended it."""
     code = (
         "import os, signal\nfrom eval_service.engine.start_guard import StartGuard\n"
+        "print('up', flush=True)\n"
         f"guard = StartGuard({60.0 if started else 0.5})\n"
         + ("guard.disarm()\n" if started else "")
-        + "print('up', flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+        + "os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     replica = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

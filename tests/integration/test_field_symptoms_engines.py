@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.engine.runner import RunnerTimes
 from eval_service.engine.server import Server
 from tests.support.controller_stand import Stand
 from tests.support.inner_engine import InnerProcess
@@ -33,10 +32,12 @@ async def test_an_update_that_crashes_the_server_costs_no_more_than_a_retry_on_a
     """update_weights_from_disk crashes the server."""
     async with Stand(tmp_path).running(1, die_on_update=True) as stand:
         stand.put_run("r")
+        stand.hold_answers("healthy")
+        stand.start_engine("healthy")
         await stand.until_ready()
         point = stand.dispatch("r", 1)
         await stand.until(lambda: stand.engine("e0").report.restarts >= 1)
-        stand.start_engine("healthy")
+        stand.release()
         [view] = await stand.until_done(point)
         assert {sample.engine for sample in stand.samples(point)} == {"healthy"}
         assert view.state is PointState.DONE
@@ -44,14 +45,15 @@ async def test_an_update_that_crashes_the_server_costs_no_more_than_a_retry_on_a
 
 async def test_503_for_ever_after_an_update_is_the_engines_death_at_once(tmp_path: Path) -> None:
     """One update kills the scheduler, and all later requests are 503."""
-    async with Stand(tmp_path, prompts=40, knobs={"latency_s": 0.02}).running(2) as stand:
+    async with Stand(tmp_path, prompts=40).running(2) as stand:
         stand.put_run("r")
         await stand.until_ready()
+        stand.hold_answers("e0", "e1")
         point = stand.dispatch("r", 1)
-        await stand.until_state(point, PointState.RUNNING)
         await stand.until(lambda: "e0" in stand.lane(point).proven)
         before = stand.engine("e0").report.nonce
         await stand.turn("e0", unavailable=True)
+        stand.release()
         [view] = await stand.until_done(point)
         assert view.attempts == 1
         after = stand.dispatch("r", 2)
@@ -63,11 +65,13 @@ async def test_old_weights_under_the_new_label_are_caught_by_the_canary(tmp_path
     """A version label is published although the load failed, and the engine is put back into rotation."""
     async with Stand(tmp_path).running(1, wrong_weights=True, noise=1e-3) as stand:
         stand.put_run("r")
+        stand.hold_answers("sound")
+        stand.start_engine("sound")
         await stand.until_ready()
         await stand.turn("e0", noise=0.0)  # something changed, so that only the canary can tell
         point = stand.dispatch("r", 1)
         await stand.until(lambda: stand.engine("e0").report.restarts >= 1)
-        stand.start_engine("sound")
+        stand.release()
         [view] = await stand.until_done(point)
         assert view.pin_proof is PinProof.CANARY
         assert {sample.engine for sample in stand.samples(point)} == {"sound"}
@@ -98,8 +102,9 @@ async def test_five_oversize_prompts_leave_the_engine_in_use_for_a_normal_one(tm
 
 async def test_all_engines_die_and_the_queue_goes_on_with_the_one_that_comes_back(tmp_path: Path) -> None:
     """The router won't start with one bad worker, and loops in panic after all workers die."""
-    async with Stand(tmp_path, prompts=60, knobs={"latency_s": 0.05}).running(2) as stand:
+    async with Stand(tmp_path, engine_lost_s=2.0).running(2) as stand:
         stand.put_run("r")
+        stand.hold_answers("e0", "e1")
         stand.start_engine("bad", boot_fails=True)
         await stand.until_ready("e0", "e1")
         points = [stand.dispatch("r", step) for step in (1, 2, 3)]
@@ -109,6 +114,7 @@ async def test_all_engines_die_and_the_queue_goes_on_with_the_one_that_comes_bac
             stand.kill_server(name)
         await stand.until(lambda: all(stand.engine(name).lost for name in ("e0", "e1")))
         stand.link.cut.discard("e1")
+        stand.release()
         for view in await stand.until_done(*points):
             assert view.attempts == 1
 
@@ -116,10 +122,9 @@ async def test_all_engines_die_and_the_queue_goes_on_with_the_one_that_comes_bac
 async def test_a_busy_engine_whose_health_check_takes_long_is_not_killed(tmp_path: Path) -> None:
     """A busy engine (long prefill, cold compile) is judged dead and killed: its health answers after 25 s under load.
 
-    Times a tenth: it answers after 2.5 s, and an engine counts as hung after 6 s as it does after 60.
+    Its answer takes a tenth of that here: 2.5 s, and an engine counts as hung after 60.
     """
-    times = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=6.0)
-    async with Stand(tmp_path, times=times, prompts=12, knobs={"latency_s": 1.0}).running(1) as stand:
+    async with Stand(tmp_path, prompts=12, knobs={"latency_s": 1.0}).running(1) as stand:
         stand.put_run("r")
         await stand.until_ready()
         await stand.turn("e0", health_s=2.5)
@@ -136,7 +141,7 @@ async def test_an_engine_by_its_url_is_filled_to_its_concurrency_and_who_waits_i
         stand.put_run("r")
         async with stand.somebody_elses_engine(monkeypatch):
             await stand.until(lambda: stand.engine("theirs").ready)
-            await stand.turn("theirs", latency_s=2.0)
+            stand.hold_answers("theirs")
             point = stand.dispatch("r", 1)
             await stand.until(lambda: stand.acting._router.stats().targets[point].in_flight == 64)
             stats = stand.acting._router.stats()
@@ -144,7 +149,7 @@ async def test_an_engine_by_its_url_is_filled_to_its_concurrency_and_who_waits_i
             assert (gate.capacity, gate.peak, gate.waiting) == (64, 64, 200 - 64 - answered)
             await stand.until(lambda: stand.views.fleet().pool.waiting)  # as /fleet and /metrics tell it
             assert stand.views.fleet().pool.capacity == 64
-            await stand.turn("theirs", latency_s=0.0)
+            stand.release()
             await stand.until_done(point)
 
 

@@ -24,19 +24,20 @@ from tests.support.bounded import go
 from tests.support.controller_stand import Stand
 
 LIVE = [PointState.PINNING, PointState.RUNNING, PointState.SCORING]
-KNOBS = {"latency_s": 0.02}
 
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Stand:
-    return Stand(tmp_path, prompts=16, knobs=KNOBS)
+    return Stand(tmp_path, prompts=16)
 
 
 async def held_in(stand: Stand, state: PointState) -> str:
-    """A point that stays in a state for a while: no engine, a slow pin, or until `release_scoring`."""
+    """A point that stays in a state: for want of an engine, or until `let_go`."""
     stand.put_run("r")
     if state is PointState.PINNING:
-        await stand.turn("e0", update_s=2.0)
+        stand.hold_updates("e0")
+    if state is PointState.RUNNING:
+        stand.hold_answers("e0")
     if state is PointState.SCORING:
         stand.hold_scoring()
     point = stand.dispatch("r", 1)
@@ -44,6 +45,12 @@ async def held_in(stand: Stand, state: PointState) -> str:
     if state is PointState.QUEUED:  # and checked: it is an engine that it waits for
         await stand.until(stand.acting._moves.runnable)
     return point
+
+
+def let_go(stand: Stand) -> None:
+    """Nothing is held up any more."""
+    stand.release()
+    stand.release_scoring()
 
 
 @pytest.mark.parametrize("state", LIVE)
@@ -56,10 +63,9 @@ def test_a_controller_killed_in_any_live_state_is_followed_by_one_that_ends_the_
             point = await held_in(stand, state)
             await stand.kill_controller()
             assert stand.point(point).state is state
-            stand.release_scoring()
             stand.start_controller()
-            await stand.until_ready()
-            await stand.turn("e0", update_s=0.0)
+            await stand.until(lambda: stand.acting)
+            let_go(stand)
             [view] = await stand.until_done(point)
             assert [attempt.outcome for attempt in view.history] == ["controller_lost", "done"]
 
@@ -115,7 +121,7 @@ def test_the_only_engine_killed_in_any_live_state_is_waited_for(stand: Stand, st
             await stand.until_ready()
             point = await held_in(stand, state)
             stand.kill_server("e0")
-            stand.release_scoring()
+            let_go(stand)
             [view] = await stand.until_done(point)
             assert view.attempts == 1
 
@@ -124,23 +130,20 @@ def test_the_only_engine_killed_in_any_live_state_is_waited_for(stand: Stand, st
 
 @pytest.mark.parametrize("state", LIVE)
 def test_the_only_replica_cut_off_in_any_live_state_is_lost_and_its_point_goes_on_when_it_is_back(
-    tmp_path: Path, state: PointState
+    stand: Stand, state: PointState
 ) -> None:
     async def body() -> None:
-        async with Stand(tmp_path, prompts=100, knobs=KNOBS).running(1) as stand:
+        async with stand.running(1):
             await stand.until_ready()
             point = await held_in(stand, state)
             stand.link.cut.add("e0")
-            if state is PointState.RUNNING:
-                await stand.turn("e0", latency_s=600.0)  # what it is yet to be asked stays unanswered
             stand.acting.fleet._clock = lambda: time.monotonic() + 2 * stand.config.service.engine_lost_s
             assert stand.link.controller is not None
             stand.link.controller.wake()
             await stand.until(lambda: stand.engine("e0").lost)
             assert stand.point(point).state is state
-            await stand.turn("e0", update_s=0.0, latency_s=0.0)
             stand.link.cut.clear()
-            stand.release_scoring()
+            let_go(stand)
             [view] = await stand.until_done(point)
             assert view.attempts == 1
 
@@ -156,13 +159,14 @@ def test_a_point_that_is_not_done_by_its_deadline_ends_with_a_reason(stand: Stan
             point = await held_in(stand, state)
             if state is PointState.RUNNING:
                 await stand.turn("e0", hang=True)
+                stand.release()
             stand.clock.ahead_s = 2 * stand.config.service.point_timeout_s
             [view] = await stand.until_ended(point)
             wanted = (PointState.FAILED, Reason.DEADLINE)
             if state is PointState.QUEUED:
                 wanted = (PointState.SKIPPED, Reason.UNHEALTHY)
             assert (view.state, view.reason) == wanted
-            stand.release_scoring()
+            let_go(stand)
             if state is not PointState.QUEUED:
                 await stand.until(lambda: stand.engine("e0").point is None)
 
@@ -180,11 +184,10 @@ def test_a_point_cancelled_in_any_live_state_lets_its_engines_go_and_writes_noth
             moves: Moves = stand.acting._moves
             moves.end(point, PointState.CANCELLED, Reason.USER, "a test")
             await stand.until(lambda: point not in stand.acting._lanes)
-            stand.release_scoring()
+            let_go(stand)
             view = stand.point(point)
             assert (view.state, view.reason, view.score) == (PointState.CANCELLED, Reason.USER, None)
             assert not list((stand.runs / "r").glob("evals/*"))
-            await stand.turn("e0", update_s=0.0)
             await stand.until_done(stand.dispatch("r", 2))
 
     go(body)
@@ -204,9 +207,7 @@ def test_a_controller_that_was_replaced_writes_nothing_and_commands_nothing(stan
             assert not old.healthy()
             with pytest.raises(Fenced):
                 acting._moves.advance(point, PointState.RUNNING)
-            stand.release_scoring()
-            await stand.until_ready()
-            await stand.turn("e0", update_s=0.0)
+            let_go(stand)
             [view] = await stand.until_done(point)
             assert [attempt.outcome for attempt in view.history] == ["controller_lost", "done"]
 
@@ -290,6 +291,7 @@ def test_a_lane_whose_task_is_lost_does_not_leave_its_point_behind(stand: Stand)
             task = stand.lane(point).task
             assert task is not None
             task.cancel()
+            let_go(stand)
             [view] = await stand.until_done(point)
             assert [attempt.outcome for attempt in view.history] == ["internal", "done"]
 

@@ -64,7 +64,7 @@ async def test_kill_9_with_requests_in_flight_loses_none(servers: Servers) -> No
 async def test_a_stopped_process_is_found_by_its_silence(servers: Servers) -> None:
     process, held, well = servers
     process.send_signal(signal.SIGSTOP)
-    limits = Limits(server_concurrency=4, request_timeout_s=1.5, eject_after=2)
+    limits = Limits(server_concurrency=4, request_timeout_s=5.0, eject_after=2)
     async with Router(limits) as router, Prober(timeout_s=0.3) as prober:
         router.set_target("lane", [held, well])
         answers = await asyncio.gather(*(router.post("lane", "/generate", b"{}", timeout_s=60) for _ in range(8)))

@@ -260,9 +260,10 @@ def test_a_full_disk_on_the_services_side_costs_an_attempt_and_no_result(
 
 def test_a_scale_down_or_a_redeploy_in_mid_eval_severs_requests_and_the_point_completes_once(tmp_path: Path) -> None:
     async def body() -> None:
-        async with Stand(tmp_path, prompts=150, knobs={"latency_s": 0.02}).running(2) as stand:
+        async with Stand(tmp_path, prompts=40).running(2) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers("e0", "e1")
             point = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(point).proven) == 2)
             stand.runners["e0"].leave()
@@ -270,6 +271,7 @@ def test_a_scale_down_or_a_redeploy_in_mid_eval_severs_requests_and_the_point_co
             assert stand.link.controller is not None
             stand.link.controller.stop()
             await stand._running
+            stand.release()
             stand.start_controller()
             [view] = await stand.until_done(point)
             assert [attempt.outcome for attempt in view.history] == ["controller_lost", "done"]
@@ -320,12 +322,14 @@ def test_a_drain_by_the_command_line_of_one_stuck_scorer_ends_at_its_deadline_wi
 
 def test_a_failed_checkpoint_is_not_marked_done_and_is_tried_again_first_503_then_well(tmp_path: Path) -> None:
     async def body() -> None:
-        async with Stand(tmp_path, prompts=90, server_concurrency=1, knobs={"latency_s": 0.05}).running(3) as stand:
+        async with Stand(tmp_path, prompts=40, server_concurrency=1).running(3) as stand:
             await stand.until_ready()
             stand.put_run("r")
+            stand.hold_answers(*stand.runners)
             point = stand.dispatch("r", 1)
             await stand.until(lambda: len(stand.lane(point).proven) == 3)
             await asyncio.gather(*(stand.turn(name, unavailable=True) for name in stand.runners))
+            stand.release()
             [view] = await stand.until_done(point)
             assert [attempt.outcome for attempt in view.history] == ["generation", "done"]
             assert (view.state, view.attempts) == (PointState.DONE, 2)

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -55,9 +56,11 @@ from eval_service.suites.samples import read_samples
 from eval_service.suites.scoring import Score, ScorerCall, ScorerPool
 from eval_service.suites.suite import AnySuite, functions_of, load_suites
 from tests.support.engine_model import VOCAB_SIZE, make_model, write_model
-from tests.support.inner_engine import InnerProcess, boot_inner
+from tests.support.inner_engine import Gates, InnerProcess, boot_inner
 
-TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=2.0)
+# An engine that is only starved is neither hung nor lost: tests of those that are give it less.
+TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=60.0)
+HUNG_SOON = replace(TIMES, hung_s=2.0)
 WAIT_S = 80.0  # engines, controller and test share one loop, on a machine that others load
 SUITE = "words"
 
@@ -124,7 +127,8 @@ class Stand:
         # Such as what the session's fixtures have started; what those start is theirs, as a database's workers are.
         self._others = set(psutil.Process().children())
         self._times = times
-        self._boot = boot_server if processes else boot_inner
+        self._processes = processes
+        self._gates: defaultdict[str, Gates] = defaultdict(Gates)
         self.runs = root / "runs"
         self.runs.mkdir()
         make_model(root / "boot", seed=0)
@@ -142,7 +146,7 @@ class Stand:
             "start_timeout_s": 60,
             "overrides": {**(knobs or {})},
         }
-        settings = {"scan_interval_s": 3600, "engine_lost_s": 3.0, "roots": (root,), "handover_s": 0.5}
+        settings = {"scan_interval_s": 3600, "engine_lost_s": 30.0, "roots": (root,), "handover_s": 0.5}
         settings |= {"state_dir": root / "state", **service}
         groups = {"eval": group, **({"judge": {**group, "kind": "frozen"}} if frozen else {})}
         self.config = FleetConfig.model_validate({"service": settings, "groups": groups, "objects": objects})
@@ -186,6 +190,7 @@ class Stand:
 
     async def close(self) -> None:
         """End everything."""
+        self.release()
         if self.link.controller is not None:
             self.link.controller.stop()
         await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
@@ -193,6 +198,21 @@ class Stand:
         self.database.close()
         left = set(psutil.Process().children()) - self._others
         assert not left, left
+
+    def hold_answers(self, *names: str) -> None:
+        """Let none of these engines answer a sample until `release`, whether they run yet or not; their pins go on."""
+        for name in names:
+            self._gates[name].answers.clear()
+
+    def hold_updates(self, *names: str) -> None:
+        """Let none of these engines load anything until `release`."""
+        for name in names:
+            self._gates[name].updates.clear()
+
+    def release(self, *names: str) -> None:
+        """Let these engines go on, by default all."""
+        for name in names or tuple(self._gates):
+            self._gates[name].open()
 
     def hold_scoring(self) -> None:
         """Let no sample be scored until `release_scoring`."""
@@ -252,7 +272,7 @@ class Stand:
             options=options,
             link=self.link,
             times=self._times,
-            boot=self._boot,
+            boot=boot_server if self._processes else partial(boot_inner, gates=self._gates[name]),
             places=Places(self.config.objects, self.config.service.state_dir),
         )
         self.runners[name] = runner
@@ -263,7 +283,8 @@ class Stand:
     async def somebody_elses_engine(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
         """An engine that is attached by its URL as `theirs`; its end is its owner's."""
         ours = self.config.groups["eval"]
-        engine = await boot_inner(ours, BootOptions(log=self.root / "none"), SystemClock())
+        options = BootOptions(log=self.root / "none")
+        engine = await boot_inner(ours, options, SystemClock(), gates=self._gates["theirs"])
         monkeypatch.setenv("THEIR_KEY", engine.keys.api)
         monkeypatch.setenv("THEIR_ADMIN_KEY", engine.keys.admin)
         table = {
@@ -278,7 +299,6 @@ class Stand:
         await self.until(lambda: self.acting)
         groups = self.acting.fleet.groups = {**self.config.groups, "gpus-next-door": config}
         self.acting._sizes = Sizes(groups, {}, self.clock)
-        options = BootOptions(log=self.root / "none")
         link, boot = self.link, Attachment(engine.url)
         runner = EngineRunner(
             "theirs", "gpus-next-door", config, node="there", options=options, link=link, times=self._times, boot=boot

@@ -7,6 +7,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +33,32 @@ class _Os:
 
     def _exit(self, code: int) -> None:
         raise Exited(str(code))
+
+
+def _open() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What a test holds up of an engine, over all its boots: its answers to samples, not to pins, and its updates."""
+
+    answers: asyncio.Event = field(default_factory=_open)
+    updates: asyncio.Event = field(default_factory=_open)
+
+    async def pass_by(self, request: web.Request) -> None:
+        """Return once the request may be worked on."""
+        if request.path == "/generate" and not (await request.json()).get("return_logprob"):
+            await self.answers.wait()
+        elif request.path == "/update_weights_from_disk":
+            await self.updates.wait()
+
+    def open(self) -> None:
+        """Hold up nothing more."""
+        self.answers.set()
+        self.updates.set()
 
 
 class InnerProcess:
@@ -81,7 +108,7 @@ class InnerProcess:
         self.exited.set()
 
 
-async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> Server:
+async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock, *, gates: Gates | None = None) -> Server:
     """What `boot_server` does, without a process."""
     setattr(fake, "os", _Os())  # noqa: B010 - a module is no place for mypy to know
     keys = Keys.fresh()
@@ -99,6 +126,8 @@ async def boot_inner(group: GroupConfig, options: BootOptions, clock: Clock) -> 
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
+            if gates is not None:
+                await gates.pass_by(request)
             return await handler(request)
         except Exited:
             holder[0].kill()

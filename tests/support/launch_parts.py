@@ -114,6 +114,7 @@ def rank() -> None:
         time.sleep(0.02)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if number == "0":
+        tell("draining")
         time.sleep(float(os.environ.get("DRAIN_S", "0.3")))
         tell("drained")
         sys.exit(143)

@@ -36,6 +36,10 @@ class Controller:
     async def turn(self) -> int:
         """The other table; returns once it is applied."""
         self._version += 1
+        return await self.applied()
+
+    async def applied(self) -> int:
+        """The table's number, once the proxy has it."""
         while self._applied < self._version:  # noqa: ASYNC110 - told from another actor
             await asyncio.sleep(0.02)
         return self._applied
@@ -56,6 +60,10 @@ class Ingress:
         applied: int = await self.controller.turn.remote()
         return applied
 
+    async def applied(self) -> int:
+        applied: int = await self.controller.applied.remote()
+        return applied
+
 
 def _deployment(part: type) -> Any:
     return serve.deployment(part).options(max_ongoing_requests=100, ray_actor_options={"num_cpus": 0})
@@ -68,8 +76,9 @@ def main() -> None:
     )
     serve.start(proxy_location="Disabled")
     controller = _deployment(Controller).bind(sys.argv[2])
-    proxy = _deployment(ProxyDeployment).bind(ProxySettings(port=0), controller)
+    proxy = _deployment(ProxyDeployment).bind(ProxySettings(port=0, lease_s=60.0), controller)
     handle = serve.run(_deployment(Ingress).bind(proxy, controller), name="proxied", route_prefix=None)
+    handle.applied.remote().result(timeout_s=60)
     print("serving", handle.port.remote().result(timeout_s=60), flush=True)
     for _ in sys.stdin:
         print("applied", handle.turn.remote().result(timeout_s=60), flush=True)

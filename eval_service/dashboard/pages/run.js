@@ -11,6 +11,7 @@ const MOST_RUNS = 8;
 const MOST_GAPS = 40;
 const MOST_BESIDES = 40;
 const MOST_STEPS = 100;
+const MOST_IDLE = 8; // answers in a row that have compared nothing more
 const ENDED_WITHOUT = ["skipped", "failed", "cancelled"];
 
 export function mount([, run], host) {
@@ -23,14 +24,15 @@ export function mount([, run], host) {
   let names = [];
   let asked = { runs: [run], suite: null, metrics: [], against: "before" };
   const curveOf = (name, against, signal) => get(path(["runs", name, "curve"], { suite: asked.suite, metric: asked.metrics, against }), signal);
-  // The service compares a few files for each answer: those of a long run take several.
+  // The service compares a few files for each answer, and for one asker at a time: a long run takes several.
   const rest = async (curves, signal) => {
     const [first, ...others] = curves;
     let found = first;
-    for (let more = first, left = Infinity; more.uncompared && more.uncompared < left; ) {
-      left = more.uncompared;
-      more = await curveOf(run, asked.against, signal);
-      if (more.uncompared < left) found = more;
+    for (let idle = 0; found.uncompared && idle < MOST_IDLE; ) {
+      if (idle) await new Promise((go) => setTimeout(go, 250));
+      const more = await curveOf(run, asked.against, signal);
+      idle = more.uncompared < found.uncompared ? 0 : idle + 1;
+      if (!idle) found = more;
     }
     if (found === first) return;
     curve.draw(seriesOf([found, ...others], asked));

@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import Kind, PointView
 from tests.support.paper_service import PaperService
 from tests.support.stub_service import StubService
+from trainer.drain import drain
+from trainer.integrations import evaluations as evaluations_module
 from trainer.integrations.evaluations import Evaluations
 from trainer.integrations.model import ModelWeights, weights_of
 from trainer.steplog import read_steplog
@@ -188,14 +191,22 @@ def test_a_resumed_hugging_face_run_repeats_no_point(
 
 
 def test_a_service_that_is_away_changes_no_loss_and_the_outbox_keeps_what_it_may(
-    service: PaperService, model: Any, tokenizer: Any, tiny_model_dir: Path, tmp_path: Path
+    service: PaperService,
+    model: Any,
+    tokenizer: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     undisturbed = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     train_hf(undisturbed, tokenizer, tmp_path, evaluations(service, interval=None, suites=[], url=None))
     service.away = lambda _: True
-    made = evaluations(service, drain_timeout_s=0.5)
+    made = evaluations(service, drain_timeout_s=60.0)
+    # The last export is waited for; then the time is up.
+    times = iter([0.0])
+    monkeypatch.setattr(evaluations_module, "drain", partial(drain, clock=lambda: next(times, 60.0)))
     trainer = train_hf(model, tokenizer, tmp_path, made)
     assert same(trainer.model, undisturbed), "evaluation changes nothing that is trained, random numbers included"
     kept = [request.step for _, request in Outbox.of(service.root, "r").pending()]
@@ -204,6 +215,7 @@ def test_a_service_that_is_away_changes_no_loss_and_the_outbox_keeps_what_it_may
     assert not made.receipt.drained
 
     service.away = lambda _: False
+    monkeypatch.undo()
     with made:
         made.start(weights_of(model, tokenizer), step=STEPS, num_steps=STEPS)
     assert [point.step for point in service.points("r")] == [0, 2, 5], "sent by the next launch"
