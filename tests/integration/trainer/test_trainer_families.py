@@ -159,6 +159,21 @@ def test_a_tensor_that_is_not_finite_fails_the_export_by_name(imported: Imported
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.parametrize("fault", [MemoryError("no room"), RuntimeError("can't allocate memory")])
+def test_memory_that_runs_out_in_a_shard_fails_the_export_and_every_rank_is_told(
+    fault: Exception, imported: Imported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised past the ranks' agreement, the others would wait for this one."""
+
+    def none_left(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(SnapshotWriter, "add_weights", none_left)
+    with pytest.raises(ExportFailed, match=str(fault)):
+        _export(imported.model, imported.hf_dir, tmp_path)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_an_architecture_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     hf_dir = build_tiny_model(tmp_path)
     config = json.loads((hf_dir / "config.json").read_text())
