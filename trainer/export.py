@@ -157,12 +157,7 @@ class Exporter:
                     writer.add_weights(f"{file.name}.safetensors", list(stream.tensors()))
                     crash_point("in_shard", writer.step)
                     stream.check()
-            except (
-                OSError,
-                SnapshotFault,
-                RuntimeError,
-                MemoryError,
-            ) as exc:  # RuntimeError: out of memory, as torch has it
+            except (OSError, SnapshotFault, RuntimeError, MemoryError) as exc:  # RuntimeError: torch's
                 fault = _told(exc)
             stream.discard()
         return fault
