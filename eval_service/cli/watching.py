@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import time
@@ -18,7 +19,6 @@ from eval_service.cli.draining import TIME_IS_UP
 from eval_service.cli.output import columns, harmless, print_json, say
 from eval_service.contract.errors import InvalidRequest, RateLimited, Unavailable
 from eval_service.contract.names import check_run
-from eval_service.waking import Wake
 
 if TYPE_CHECKING:
     from eval_service.watch.watcher import Watcher
@@ -128,21 +128,22 @@ def _say(line: str) -> None:
 
 
 class _Stop:
-    """Whether the watch was asked to end."""
+    """Whether the watch was asked to end. No event: its lock may be held by the thread that a signal interrupts."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._wake = Wake()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def ask(self) -> None:
         """From a signal's handler."""
         self.asked = True
-        self._wake.ring()
+        self._wakes.put(None)
 
     def wait(self, seconds: float) -> bool:
         """Wait, or until it is asked; whether it was."""
-        if not self.asked:
-            self._wake.wait(seconds)
+        with suppress(queue.Empty):
+            if not self.asked:
+                self._wakes.get(timeout=seconds)
         return self.asked
 
 

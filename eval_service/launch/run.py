@@ -8,6 +8,7 @@ step and drain, a second one ends it without, and the service ends after it.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import sys
@@ -31,7 +32,6 @@ from eval_service.launch.layout import VISIBLE
 from eval_service.launch.plan import LaunchPlan, Service
 from eval_service.launch.processes import Part, send
 from eval_service.ports import free_port
-from eval_service.waking import Wake
 
 LOOK_S = 0.2
 READY_TIMEOUT_S = 180.0
@@ -79,11 +79,13 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self.number = 0
-        self._wake = Wake()
+        # Not an event: its lock may be held by the very thread that a signal interrupts.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def pause(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
-        self._wake.wait(seconds)
+        with suppress(queue.Empty):
+            self._wakes.get(timeout=seconds)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -92,7 +94,7 @@ class Signals:
         def handle(number: int, _: object) -> None:
             self.count += 1
             self.number = number
-            self._wake.ring()
+            self._wakes.put(None)
 
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
