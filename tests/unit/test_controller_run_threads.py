@@ -31,11 +31,11 @@ def test_a_call_that_hangs_has_a_deadline_and_holds_up_its_own_run_alone(monkeyp
             await threads.run("hung", hangs, timeout_s=0.05)
         assert not threads.free("hung")
         with pytest.raises(StorageHangs):
-            await threads.run("hung", lambda: True, timeout_s=5)
-        assert await threads.run("other", lambda: 7, timeout_s=5) == 7
+            await threads.run("hung", lambda: True, timeout_s=30)
+        assert await threads.run("other", lambda: 7, timeout_s=30) == 7
         release.set()
         assert await asyncio.to_thread(over.wait, 30)
-        assert await threads.run("hung", lambda: 8, timeout_s=5) == 8
+        assert await threads.run("hung", lambda: 8, timeout_s=30) == 8
 
     try:
         asyncio.run(asyncio.wait_for(body(), 30))
@@ -45,12 +45,17 @@ def test_a_call_that_hangs_has_a_deadline_and_holds_up_its_own_run_alone(monkeyp
 
 def test_calls_that_get_on_take_turns_and_a_slow_one_gives_its_turn_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_threads, "SLOW_S", 0.05)
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
+
+    def hangs() -> bool:
+        begun.set()
+        return release.wait(30)
 
     async def body() -> None:
         threads = RunThreads("t", share=1, at_once=1)
-        slow = asyncio.create_task(threads.run("a", lambda: release.wait(30), timeout_s=30))
-        assert await threads.run("b", lambda: "b", timeout_s=10) == "b"
+        slow = asyncio.create_task(threads.run("a", hangs, timeout_s=30))
+        assert await asyncio.to_thread(begun.wait, 30), "it has the only turn"
+        assert await threads.run("b", lambda: "b", timeout_s=30) == "b"
         assert not slow.done()
         release.set()
         assert await slow

@@ -20,6 +20,7 @@ HOST = "127.0.0.1"
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The only one that there is to give; no kernel gives it to another test."""
     monkeypatch.setattr(ports, "_claims", deque())
+    monkeypatch.setattr(ports, "_PORTS", range(31_000, 32_000))  # no service of another test is told one of these
     port = ports.free_port(HOST)
     forget()
     monkeypatch.setattr(ports, "_PORTS", range(port, port + 1))

@@ -34,6 +34,13 @@ def _none_left(router: Router) -> bool:
     return router._transport is not None and not router._transport._live()
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle connection does not get too old, however long this machine pauses."""
+    monkeypatch.setattr("router.transport._KEEPALIVE_S", 600.0)
+
+
+@pytest.mark.usefixtures("kept")
 async def test_connections_are_kept_and_used_again() -> None:
     async with running("a") as a, Router() as router:
         router.set_target("lane", [a.fake.upstream])
@@ -165,6 +172,7 @@ async def test_a_failed_connect_is_told_to_the_one_whose_own_went_to_another(mon
         await transport.close()
 
 
+@pytest.mark.usefixtures("kept")
 async def test_a_connection_that_comes_when_nobody_wants_it_any_more_is_still_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
