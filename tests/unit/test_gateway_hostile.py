@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +20,13 @@ from eval_service.gateway.bodies import MAX_BODY_BYTES
 from eval_service.serve.bounded_protocol import HEAD_BYTES
 from eval_service.serve.http_server import HttpServer
 from tests.support.api import Api
-from tests.support.processes import eventually
 
 TOKEN = "the-token-of-this-test"
 AUTH = f"Authorization: Bearer {TOKEN}\r\n".encode()
 HOST = b"Host: gateway\r\n"
 JSON = b"Content-Type: application/json\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
-SLOW_S = 0.5  # of the server that is slow clients' alone: this machine may be as slow itself
+SLOW_S = 0.5  # of the server that is slow clients' alone
 PATIENCE_S = 20.0
 
 
@@ -215,12 +215,12 @@ LATE = (
 
 
 @contextlib.contextmanager
-def listening(base: Path, patience_s: float) -> Iterator[int]:
-    """The port of the real server over the real routes, with one token; a head and a body may take so long."""
+def listening(base: Path, patience_s: float) -> Iterator[HttpServer]:
+    """The real server over the real routes, with one token; a head and a body may take so long."""
     known = Keyring((Token("all", Scope.ADMIN, (digest_of(TOKEN.encode()),)),))
     api = Api(base, access=Access(known), body_s=patience_s)
     server = HttpServer(lambda: api.app, "127.0.0.1", 0, grace_s=1.0, head_s=patience_s)
-    yield server.port
+    yield server
     asyncio.run(server.stop())
 
 
@@ -228,11 +228,11 @@ def listening(base: Path, patience_s: float) -> Iterator[int]:
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that waits as long as the tests do."""
     with listening(tmp_path_factory.mktemp("hostile"), PATIENCE_S) as found:
-        yield found
+        yield found.port
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """Of one that does not."""
     with listening(tmp_path_factory.mktemp("hasty"), SLOW_S) as found:
         yield found
@@ -240,18 +240,47 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 def answer(port: int, sent: bytes) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the first answer; status 0 where there is none."""
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+    with connected(port) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read to its end
             connection.sendall(sent)
-        data = b""
-        while b"\r\n\r\n" not in data or not whole(data):
-            try:
-                part = connection.recv(1 << 16)
-            except ConnectionResetError:
-                break
-            if not part:
-                break
-            data += part
+        return answer_on(connection)
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+
+
+@contextlib.contextmanager
+def sent_to(hasty: HttpServer, sent: bytes) -> Iterator[socket.socket]:
+    """A connection on which this was sent before the server took it: its time is not that of a client that pauses."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go_on.wait(PATIENCE_S)
+
+    hasty._thread.soon(hold)
+    try:
+        assert held.wait(PATIENCE_S)
+        connection = connected(hasty.port)
+        connection.sendall(sent)
+    finally:
+        go_on.set()
+    with connection:
+        yield connection
+
+
+def answer_on(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """See `answer`."""
+    data = b""
+    while b"\r\n\r\n" not in data or not whole(data):
+        try:
+            part = connection.recv(1 << 16)
+        except ConnectionResetError:
+            break
+        if not part:
+            break
+        data += part
     if not data:
         return 0, {}, b""
     head, _, body = data.partition(b"\r\n\r\n")
@@ -275,10 +304,12 @@ def test_a_hostile_request_has_its_status_and_code_and_the_service_goes_on(port:
 
 @pytest.mark.parametrize("hostile", LATE, ids=lambda hostile: hostile.name)
 def test_a_request_that_does_not_come_to_its_end_is_over_in_time_and_the_service_goes_on(
-    hasty: int, hostile: Hostile
+    hasty: HttpServer, hostile: Hostile
 ) -> None:
-    check(hostile, *answer(hasty, hostile.sent))
-    eventually(lambda: answer(hasty, request(b"GET /healthz"))[0] == 200)  # unless we were too slow ourselves
+    with sent_to(hasty, hostile.sent) as connection:
+        check(hostile, *answer_on(connection))
+    with sent_to(hasty, request(b"GET /healthz")) as connection:
+        assert answer_on(connection)[0] == 200
 
 
 def check(hostile: Hostile, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -295,24 +326,15 @@ def test_there_are_forty_of_them_and_no_two_alike() -> None:
     assert len({hostile.sent for hostile in whole}) == len({hostile.name for hostile in whole}) == len(whole) >= 40
 
 
-def test_an_answer_is_followed_by_the_end_of_a_connection_that_goes_on_sending_rubbish(hasty: int) -> None:
+def test_an_answer_is_followed_by_the_end_of_a_connection_that_goes_on_sending_rubbish(hasty: HttpServer) -> None:
     """Clients that never end their body could hold connections for ever."""
-    ended: list[bool] = []
-
-    def rubbish_after_an_answer() -> bool:
-        with socket.create_connection(("127.0.0.1", hasty), timeout=PATIENCE_S) as connection:
-            connection.sendall(request(b"GET /healthz", CHUNKED))
-            with contextlib.suppress(ConnectionResetError):
-                if b"200 OK" in connection.recv(1 << 16):
-                    ended.append(ends(lambda: connection.sendall(b"1\r\n \r\n")))
-        return bool(ended)
-
-    eventually(rubbish_after_an_answer)  # at once, unless we were too slow ourselves
-    assert ended == [True]
+    with sent_to(hasty, request(b"GET /healthz", CHUNKED)) as connection:
+        assert b"200 OK" in connection.recv(1 << 16)
+        assert ends(lambda: connection.sendall(b"1\r\n \r\n"))
 
 
-def test_a_head_that_comes_a_byte_at_a_time_is_over_when_its_time_is(hasty: int) -> None:
-    with socket.create_connection(("127.0.0.1", hasty), timeout=PATIENCE_S) as connection:
+def test_a_head_that_comes_a_byte_at_a_time_is_over_when_its_time_is(hasty: HttpServer) -> None:
+    with connected(hasty.port) as connection:
         head = iter(b"GET /healthz HTTP/1.1\r\n" + b"X: a\r\n" * 10_000)
         assert ends(lambda: connection.sendall(bytes([next(head)])))
 
