@@ -15,6 +15,7 @@ from eval_service.fleet_config import GroupConfig
 from eval_service.gateway.app import build_app
 from eval_service.gateway.bodies import BODY_S
 from eval_service.gateway.services import Services
+from eval_service.gateway.storage import Storage
 from tests.support.ledger import Ledger
 
 GROUPS = {
@@ -41,6 +42,7 @@ class Api:
         self.ledger = ledger = Ledger(self.base, self.url)
         address = (self.proxy_host, 8710) if self.proxy_host else None
         self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address, self.access)
+        self.services.storage = Storage(answer_s=60.0)  # this machine may be slow; storage that hangs is hung by tests
         self.app: FastAPI = build_app(self.services, body_s=self.body_s)
 
     def _wake(self) -> None:

@@ -148,7 +148,7 @@ from eval_service.cli import main, options
 from tests.support.fake_service import FakeService
 from tests.support.views import point
 options.connect = FakeService(points=[point(1)]).connect
-sys.argv = ["evalfleet", "top", "--interval", "30"]
+sys.argv = ["evalfleet", "top", "--interval", "300"]
 main.main()
 """
 

@@ -84,7 +84,7 @@ class Bench:
     def evaluate(self, point: Point, *, if_lacking: bool = False) -> None:
         """A point, and all that is behind."""
         self.hook.evaluate(point, if_lacking=if_lacking)
-        assert self.hook.join(10.0)
+        assert self.hook.join(60.0)
 
     def events(self) -> list[str]:
         return [entry["event"] for entry in read_steplog(self.config.output_dir / "steps.jsonl")]
