@@ -179,7 +179,7 @@ async def test_a_replay_that_nobody_takes_ends_with_its_faults() -> None:
     async with running("a") as a, Router(replace(LIMITS, wait_timeout_s=0.3)) as router:
         router.set_target("lane", [a.fake.upstream])
         await a.kill()
-        with pytest.raises(UpstreamFailed, match="no other run after .* a connect"):
+        with pytest.raises(UpstreamFailed, match=r"no other run after .* a connect"):
             await ask(router)
 
 
