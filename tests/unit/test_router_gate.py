@@ -108,11 +108,11 @@ def _gate(limits: Limits, ids: str) -> Gate:
 
 async def test_waiters_go_in_in_the_order_of_their_coming_and_replays_first() -> None:
     gate = _gate(Limits(server_concurrency=1), "ab")
-    held = [await gate.admit(5) for _ in range(2)]
+    held = [await gate.admit(30) for _ in range(2)]
     order: list[str] = []
 
     async def come(name: str, excluded: frozenset[str] = frozenset(), replay: bool = False) -> None:
-        run = await gate.admit(5, excluded, replay=replay)
+        run = await gate.admit(30, excluded, replay=replay)
         order.append(name)
         gate.release(run)
 
@@ -131,7 +131,7 @@ async def test_a_replay_that_must_not_have_what_is_free_holds_nobody_up() -> Non
     gate = _gate(Limits(server_concurrency=1, same_again_after_s=30), "a")
     replay = asyncio.create_task(gate.admit(30, frozenset({"a"}), replay=True))
     await until(lambda: gate.waiting == 1)
-    gate.release(await gate.admit(5))
+    gate.release(await gate.admit(30))
     replay.cancel()
     with pytest.raises(asyncio.CancelledError):
         await replay
@@ -140,15 +140,15 @@ async def test_a_replay_that_must_not_have_what_is_free_holds_nobody_up() -> Non
 
 async def test_a_waiter_cancelled_as_it_is_granted_gives_the_slot_back() -> None:
     gate = _gate(Limits(server_concurrency=1), "a")
-    run = await gate.admit(5)
-    waiter = asyncio.create_task(gate.admit(5))
+    run = await gate.admit(30)
+    waiter = asyncio.create_task(gate.admit(30))
     await until(lambda: gate.waiting == 1)
     gate.release(run)  # grants the waiter, whose task has not run yet
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert gate.in_flight == 0
-    gate.release(await gate.admit(5))
+    gate.release(await gate.admit(30))
 
 
 _STEPS = st.lists(

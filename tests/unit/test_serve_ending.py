@@ -116,6 +116,7 @@ def test_that_ray_ends_when_it_is_shut_down_is_as_it_should_be(tmp_path: Path, m
 def test_a_joined_cluster_that_does_not_answer_is_waited_for_unless_the_service_is_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ending, "_PROBE_S", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gcs = f"127.0.0.1:{listener.getsockname()[1]}"
         assert answers(gcs)

@@ -143,7 +143,7 @@ async def test_one_that_gives_up_as_its_turn_comes_gives_it_back() -> None:
     leaves.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaves
-    await asyncio.wait_for(turns.take(first), 5)
+    await asyncio.wait_for(turns.take(first), 30)
 
 
 async def test_one_that_gave_up_just_before_its_turn_came_takes_none() -> None:
@@ -156,7 +156,7 @@ async def test_one_that_gave_up_just_before_its_turn_came_takes_none() -> None:
     with pytest.raises(asyncio.CancelledError):
         await leaves
     assert second.at_work == 0
-    await asyncio.wait_for(turns.take(first), 5)
+    await asyncio.wait_for(turns.take(first), 30)
 
 
 async def test_a_process_that_died_idle_is_replaced_and_blames_nobody(pool: ScorerPool) -> None:
