@@ -11,6 +11,7 @@ from typing import Any
 from eval_service.chaos.evidence import Evidence, digests_of, directory_of, to_keep
 from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
+from eval_service.chaos.watch import Outage
 from eval_service.chaos.world import SUITES
 from eval_service.contract.states import ENDS, PointState, Reason
 from eval_service.contract.wire import Overflow
@@ -205,12 +206,18 @@ def _no_orphans(evidence: Evidence) -> Iterator[str]:
 def _dispatch_answered(evidence: Evidence) -> Iterator[str]:
     if not evidence.seen.probes:
         yield "not one dispatch was answered"
+    for outage in unexplained(evidence):
+        if outage.lasted_s > _SHORT_S:
+            yield f"no dispatch was answered for {outage.lasted_s:.1f} s, with no fault to the API: {outage.why}"
+
+
+def unexplained(evidence: Evidence) -> Iterator[Outage]:
+    """Times without an answer to a dispatch, and with no fault to the API that could have caused them."""
     cuts = [done for done in evidence.faults if done.fault.kind in CUTS_THE_API]
     for outage in evidence.seen.outages:
         since, until = outage.since - RECOVERY_S, outage.until + 1.0
-        explained = any(cut.began_at <= until and cut.ended_at >= since for cut in cuts)
-        if outage.lasted_s > _SHORT_S and not explained:
-            yield f"no dispatch was answered for {outage.lasted_s:.1f} s, with no fault to the API: {outage.why}"
+        if not any(cut.began_at <= until and cut.ended_at >= since for cut in cuts):
+            yield outage
 
 
 def _recovers(evidence: Evidence) -> Iterator[str]:
