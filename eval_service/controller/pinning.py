@@ -161,9 +161,7 @@ class Pinner:
         """Only one engine vouches for what the lane's engines are held to."""
         return len(self.evidence) == 1 and all(evidence.canary_diff is None for evidence in self.evidence.values())
 
-    async def _restart_and_judge(
-        self, engine_id: str, last: CommandResult, failures: list[PinError | None]
-    ) -> Outcome:
+    async def _restart_and_judge(self, engine_id: str, last: CommandResult, failures: list[PinError | None]) -> Outcome:
         good = await self._good(engine_id)
         again = last
         for _ in range(PROOFS):
