@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from eval_service.chaos.evidence import Evidence, digests_of, kept_in, read_all_samples, scraps_in, to_keep
@@ -52,6 +50,7 @@ class Fleet:
         seen, strays = self._settle(say)
         orphans, pinned = [*self.service.orphans, *strays], self._pinned()
         self.records.close()
+        self.service.keep_ray_logs()
         say("stopping the service")
         orphans += [f"{name} had to be killed" for name in self.service.stop()]
         return self._evidence(done, faults, seen, orphans, pinned)
@@ -176,16 +175,8 @@ def started(world: World, engines: int, runs: Sequence[str], say: Say) -> Iterat
         watch.end()
         victims.release()
         family.end(grace_s=1.0, linger_s=1.0)
-        keep_ray_logs(temp.path, world.logs)
+        service.keep_ray_logs()
         temp.remove()
-
-
-def keep_ray_logs(temp: Path, logs: Path) -> None:
-    """Beside the service's own: why a process of Ray's was late, or died, is told nowhere else."""
-    for session in temp.glob(f"{Kind.RAY}*/session_*"):
-        if not session.is_symlink():  # `session_latest`
-            with suppress(OSError, shutil.Error):
-                shutil.copytree(session / "logs", logs / session.name, symlinks=True)
 
 
 def _undrained(diaries: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
