@@ -37,6 +37,15 @@ class Promise:
         return not self.broken
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A time in which something was not done, since the last fault that may keep it from being done."""
+
+    what: str
+    took_s: float
+    allowed_s: float
+
+
 def check_promises(evidence: Evidence) -> list[Promise]:
     """All of them."""
     return [Promise(name, tuple(check(evidence))) for name, check in PROMISES.items()]
@@ -221,17 +230,22 @@ def unexplained(evidence: Evidence) -> Iterator[Outage]:
 
 
 def _recovers(evidence: Evidence) -> Iterator[str]:
+    for one in recoveries(evidence):
+        if one.took_s > one.allowed_s:
+            yield f"{one.what} for {one.took_s:.1f} s"
+
+
+def recoveries(evidence: Evidence) -> Iterator[Recovery]:
+    """All of them; one fault upon another starts the time anew."""
     spans = [(outage.since, outage.until, "dispatch was unanswered", CUTS_THE_API) for outage in evidence.seen.outages]
     spans += [(*silence, "no controller acted", CUTS_THE_CONTROLLER) for silence in evidence.seen.silences]
     for since, until, what, kinds in spans:
         during = [done for done in evidence.faults if done.began_at <= until and done.ended_at >= since]
         restarted = any(done.fault.kind is FaultKind.KILL_SERVICE for done in during)
-        # One fault upon another starts the time anew.
         turns = [at for done in during if done.fault.kind in kinds for at in (done.began_at, done.ended_at)]
         moments = sorted([since, until, *(at for at in turns if since < at < until)])
         longest = max(later - former for former, later in pairwise(moments))
-        if longest > (RESTART_S if restarted else RECOVERY_S):
-            yield f"{what} for {longest:.1f} s"
+        yield Recovery(what, longest, RESTART_S if restarted else RECOVERY_S)
 
 
 def _no_idle_engine(evidence: Evidence) -> Iterator[str]:

@@ -16,7 +16,7 @@ from eval_service.chaos.evidence import Evidence
 from eval_service.chaos.faults import BY_TRAINER, TO_THE_PROXY, Fault, FaultKind, plan_faults
 from eval_service.chaos.fleet import Fleet, Say, started
 from eval_service.chaos.inject import Done, Injector
-from eval_service.chaos.promises import Promise, check_promises, told, unexplained
+from eval_service.chaos.promises import Promise, check_promises, recoveries, told, unexplained
 from eval_service.chaos.watch import Outage, wait_until
 from eval_service.chaos.world import RUNS, World, build
 from eval_service.scratch import Kind, collect, scratch
@@ -107,6 +107,7 @@ def _document(
             max((outage.lasted_s for outage in unexplained(evidence)), default=0.0), 2
         ),
         "longest_silence_s": round(max((until - since for since, until in evidence.seen.silences), default=0.0), 2),
+        "longest_recovery_s": round(max((one.took_s for one in recoveries(evidence)), default=0.0), 2),
         "longest_idle_beside_work_s": round(evidence.seen.idleness.longest_s, 2),
         "promises": [{"name": one.name, "ok": one.kept, "broken": list(one.broken)} for one in promises],
         "list": [asdict(one.fault) | {"landed": one.landed, "detail": one.detail} for one in done],
