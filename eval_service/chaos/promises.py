@@ -20,7 +20,7 @@ from eval_service.engine.fake import fake_text
 RECOVERY_S = 45.0
 """Within that a controller acts and a dispatch is answered again, after any fault but the whole service's death."""
 RESTART_S = 120.0
-_SHORT_S = 15.0  # an unanswered dispatch that needs no explanation: a machine so busy that Serve replaces the gateway
+_SHORT_S = 8.0  # an unanswered dispatch that needs no explanation: a machine so busy that Serve replaces the gateway
 _TOLD_AT_MOST = 5
 
 
