@@ -188,11 +188,14 @@ class Housekeeping:
         deleting = {run for run, place in places.items() if place.deleting}
         letting_go = {run for run, waiting in self._letting_go.items() if waiting}
         for run in sorted((planned.keys() | undescribed.keys() | letting_go | deleting) & places.keys()):
-            # One that is being collected or swept is next in turn; one that hangs waits for the next scan.
-            if self._deletions.free(run) or self._alone[run].locked():
+            if self._in_turn(run):
                 work = partial(self._collect_run, places[run], planned[run], undescribed[run])
                 if not self._start(f"collect: run {run}", work):
                     self._again.add(run)
+
+    def _in_turn(self, run: str) -> bool:
+        """One that is being collected or swept is next in turn; one that hangs waits for the next occasion."""
+        return self._deletions.free(run) or self._alone[run].locked()
 
     async def _collect_run(
         self, place: RunPlace, planned: Collection[Deletion], undescribed: Collection[Undescribed]
@@ -286,7 +289,7 @@ class Housekeeping:
         await self._ledger(self._retention.forget_events)
         await self._cache_threads.run(partial(sweep, self._places))
         for place in await self._ledger(self._retention.places):
-            if self._deletions.free(place.run):
+            if self._in_turn(place.run):
                 self._start(f"leftovers: run {place.run}", partial(self._sweep_run, place))
 
     async def _sweep_run(self, place: RunPlace) -> None:

@@ -508,6 +508,32 @@ def test_what_settles_while_its_run_is_collected_or_swept_goes_right_after_and_n
     tend(ledger, lambda: not first[1].exists() and not second[1].exists(), settled=settled)
 
 
+def test_a_run_that_is_being_collected_as_the_sweep_comes_is_swept_right_after_and_not_with_the_next_one(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point, held = hold(ledger, 1)
+    ledger.orders.cancel(point)
+    ledger.look()
+    trash = ledger.root / "r1" / trash_name("0" * 32)
+    trash.mkdir()
+    removing, looked = threading.Event(), threading.Event()
+    sweep = Housekeeping._sweep
+
+    def remove(root: Path, run: str, name: str) -> None:
+        removing.set()
+        assert looked.wait(100)
+        remove_held(root, run, name)
+
+    async def swept(keeping: Housekeeping) -> None:
+        await sweep(keeping)
+        looked.set()
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.remove_held", remove)
+    monkeypatch.setattr("eval_service.controller.housekeeping.sweep", lambda _: removing.wait(100))
+    monkeypatch.setattr(Housekeeping, "_sweep", swept)
+    tend(ledger, lambda: not held.exists() and not trash.exists(), settled=lambda: False)
+
+
 def test_hard_links_that_the_file_system_would_not_remove_are_tried_again(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
