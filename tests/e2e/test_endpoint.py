@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from eval_service.chaos.victims import alive
-from eval_service.contract.errors import Conflict
+from eval_service.contract.errors import Conflict, NotFound
 from eval_service.contract.serving import ServingView
 from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
 from tests.support.live import DONE, SUITE, Live, wait_for
@@ -55,6 +55,20 @@ def serving(live: Live, point: PointView) -> Iterator[ServingView]:
     wait_for(lambda: live.client.serving(point.id).engines, "an engine to serve it")
     yield view
     live.client.end_serving(point.id)
+    _await_end(live, point)
+
+
+def _await_end(live: Live, point: PointView) -> None:
+    """One that is opened before its engine was let go of tells of that engine, which serves it no more."""
+
+    def ended() -> bool:
+        try:
+            live.client.serving(point.id)
+        except NotFound:
+            return True
+        return False
+
+    wait_for(ended, "its engine to be let go of")
 
 
 def test_a_checkpoint_is_talked_to_by_the_openai_and_the_native_routes_with_its_own_weights(
@@ -131,6 +145,7 @@ def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(li
         return httpx.post(f"{view.url}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 410
 
     wait_for(gone, "the lane to be gone")
+    _await_end(live, point)
 
 
 def test_points_are_evaluated_beside_a_lane_that_people_use(live: Live, point: PointView, serving: ServingView) -> None:
