@@ -74,11 +74,13 @@ CUTS_THE_API = frozenset(
     {
         FaultKind.KILL_GATEWAY,
         FaultKind.STOP_GATEWAY,
+        FaultKind.STOP_CONTROLLER,
+        FaultKind.LOSE_LOCK,
         FaultKind.KILL_SERVICE,
         FaultKind.SERVICE_DISK_FULL,
     }
 )
-"""Faults during which a dispatch may go unanswered for a while."""
+"""Faults during which a dispatch may go unanswered for a while; who is stopped within a write holds up all writes."""
 
 CUTS_THE_CONTROLLER = frozenset(
     {

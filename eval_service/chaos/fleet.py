@@ -50,6 +50,7 @@ class Fleet:
         seen, strays = self._settle(say)
         orphans, pinned = [*self.service.orphans, *strays], self._pinned()
         self.records.close()
+        self.service.keep_ray_logs()
         say("stopping the service")
         orphans += [f"{name} had to be killed" for name in self.service.stop()]
         return self._evidence(done, faults, seen, orphans, pinned)
@@ -174,6 +175,7 @@ def started(world: World, engines: int, runs: Sequence[str], say: Say) -> Iterat
         watch.end()
         victims.release()
         family.end(grace_s=1.0, linger_s=1.0)
+        service.keep_ray_logs()
         temp.remove()
 
 

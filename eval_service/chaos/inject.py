@@ -29,7 +29,6 @@ PASSES = 3
 _FELT_S = 10.0
 _REPLACED_S = 60.0
 _SUCCESSOR_S = 60.0
-_STARTED_S = 10.0
 _LEAST_BYTES = 1
 _PROXY_S = 4.0  # with the least that a fault holds: longer than its lease
 
@@ -123,27 +122,22 @@ class Injector:
         with self._alone:
             return self.service.kill(self.client), "the whole service, started again"
 
-    def _victim(self, fault: Fault, part: Part, *, age_s: float = 0.0, at_work: bool = False) -> psutil.Process | None:
+    def _victim(self, fault: Fault, part: Part, *, to_replace: bool = False) -> psutil.Process | None:
+        """One of a part. `to_replace`: one that Serve will replace, and of controllers the one that has the lock."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
             stopped = list(self.victims.stopped)
-            found[:] = [process for process in self.victims.find(part, age_s=age_s) if process not in stopped]
-            if age_s or at_work:  # on a busy machine a start may take longer than an age
-                serving = self._serving(part)
-                found[:] = [process for process in found if serving is None or process.pid in serving]
+            found[:] = [process for process in self.victims.find(part) if process not in stopped]
+            if to_replace:
+                able = self.service.started()
+                if part is Part.CONTROLLER:
+                    able &= holders(self.service.world.lock)
+                found[:] = [process for process in found if process.pid in able]
             return bool(found)
 
         wait_until(look, _SUCCESSOR_S)
         return found[int(fault.pick * len(found))] if found else None
-
-    def _serving(self, part: Part) -> set[int] | None:
-        """The processes of a part that are past their start, where that can be told."""
-        if part is Part.CONTROLLER:
-            return holders(self.service.world.lock)
-        if part is Part.REPLICA:
-            return {view.replica_pid for view in self.service.views(self.client) if view.replica_pid is not None}
-        return None
 
     def _kill(self, fault: Fault, part: Part) -> tuple[bool, str]:
         victim = self._victim(fault, part)
@@ -152,8 +146,7 @@ class Injector:
         return self.victims.kill(victim), f"pid {victim.pid}"
 
     def _stop(self, fault: Fault, part: Part) -> tuple[bool, str]:
-        # Serve looks after no replica that is still starting: one that is stopped then stays so.
-        victim = self._victim(fault, part, age_s=0.0 if fault.hold_s is not None else _STARTED_S)
+        victim = self._victim(fault, part, to_replace=fault.hold_s is None)
         if victim is None or not self.victims.stop(victim):
             return False, f"no {part.name.lower()} was stopped"
         if fault.hold_s is not None:
@@ -169,7 +162,7 @@ class Injector:
 
     def _lose_lock(self, fault: Fault, part: Part) -> tuple[bool, str]:
         """The old controller goes on while the next one acts: only the epoch stands between them."""
-        victim, before = self._victim(fault, part, at_work=True), self.records.acting()
+        victim, before = self._victim(fault, part, to_replace=True), self.records.acting()
         if victim is None or before is None or not self.victims.stop(victim):
             return False, "no controller was stopped"
         self.service.world.lock.unlink(missing_ok=True)

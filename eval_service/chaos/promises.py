@@ -11,6 +11,7 @@ from typing import Any
 from eval_service.chaos.evidence import Evidence, digests_of, directory_of, to_keep
 from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
+from eval_service.chaos.watch import Outage
 from eval_service.chaos.world import SUITES
 from eval_service.contract.states import ENDS, PointState, Reason
 from eval_service.contract.wire import Overflow
@@ -19,7 +20,7 @@ from eval_service.engine.fake import fake_text
 RECOVERY_S = 45.0
 """Within that a controller acts and a dispatch is answered again, after any fault but the whole service's death."""
 RESTART_S = 120.0
-_SHORT_S = 15.0  # an unanswered dispatch that needs no explanation: a machine so busy that Serve replaces the gateway
+_SHORT_S = 8.0  # an unanswered dispatch that needs no explanation: a machine so busy that Serve replaces the gateway
 _TOLD_AT_MOST = 5
 
 
@@ -34,6 +35,15 @@ class Promise:
     def kept(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.broken
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A time in which something was not done, since the last fault that may keep it from being done."""
+
+    what: str
+    took_s: float
+    allowed_s: float
 
 
 def check_promises(evidence: Evidence) -> list[Promise]:
@@ -205,26 +215,37 @@ def _no_orphans(evidence: Evidence) -> Iterator[str]:
 def _dispatch_answered(evidence: Evidence) -> Iterator[str]:
     if not evidence.seen.probes:
         yield "not one dispatch was answered"
-    cuts = [done for done in evidence.faults if done.fault.kind in CUTS_THE_API]
-    for outage in evidence.seen.outages:
-        since, until = outage.since - RECOVERY_S, outage.until + 1.0
-        explained = any(cut.began_at <= until and cut.ended_at >= since for cut in cuts)
-        if outage.lasted_s > _SHORT_S and not explained:
+    for outage in unexplained(evidence):
+        if outage.lasted_s > _SHORT_S:
             yield f"no dispatch was answered for {outage.lasted_s:.1f} s, with no fault to the API: {outage.why}"
 
 
+def unexplained(evidence: Evidence) -> Iterator[Outage]:
+    """Times without an answer to a dispatch, and with no fault to the API that could have caused them."""
+    cuts = [done for done in evidence.faults if done.fault.kind in CUTS_THE_API]
+    for outage in evidence.seen.outages:
+        since, until = outage.since - RECOVERY_S, outage.until + 1.0
+        if not any(cut.began_at <= until and cut.ended_at >= since for cut in cuts):
+            yield outage
+
+
 def _recovers(evidence: Evidence) -> Iterator[str]:
+    for one in recoveries(evidence):
+        if one.took_s > one.allowed_s:
+            yield f"{one.what} for {one.took_s:.1f} s"
+
+
+def recoveries(evidence: Evidence) -> Iterator[Recovery]:
+    """All of them; one fault upon another starts the time anew."""
     spans = [(outage.since, outage.until, "dispatch was unanswered", CUTS_THE_API) for outage in evidence.seen.outages]
     spans += [(*silence, "no controller acted", CUTS_THE_CONTROLLER) for silence in evidence.seen.silences]
     for since, until, what, kinds in spans:
         during = [done for done in evidence.faults if done.began_at <= until and done.ended_at >= since]
         restarted = any(done.fault.kind is FaultKind.KILL_SERVICE for done in during)
-        # One fault upon another starts the time anew.
         turns = [at for done in during if done.fault.kind in kinds for at in (done.began_at, done.ended_at)]
         moments = sorted([since, until, *(at for at in turns if since < at < until)])
         longest = max(later - former for former, later in pairwise(moments))
-        if longest > (RESTART_S if restarted else RECOVERY_S):
-            yield f"{what} for {longest:.1f} s"
+        yield Recovery(what, longest, RESTART_S if restarted else RECOVERY_S)
 
 
 def _no_idle_engine(evidence: Evidence) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from eval_service.chaos.evidence import Evidence
 from eval_service.chaos.faults import BY_TRAINER, TO_THE_PROXY, Fault, FaultKind, plan_faults
 from eval_service.chaos.fleet import Fleet, Say, started
 from eval_service.chaos.inject import Done, Injector
-from eval_service.chaos.promises import Promise, check_promises, told
-from eval_service.chaos.watch import wait_until
+from eval_service.chaos.promises import Promise, check_promises, recoveries, told, unexplained
+from eval_service.chaos.watch import Outage, wait_until
 from eval_service.chaos.world import RUNS, World, build
 from eval_service.scratch import Kind, collect, scratch
 
@@ -102,12 +102,20 @@ def _document(
         "served_answers": len(evidence.served.answers),
         "served_refusals": evidence.served.refused,
         "slowest_dispatch_s": round(evidence.seen.slowest_s, 3),
-        "longest_outage_s": round(max((outage.lasted_s for outage in evidence.seen.outages), default=0.0), 2),
+        "longest_outage_s": round(_longest(evidence.seen.outages), 2),
+        "longest_unexplained_outage_s": round(
+            max((outage.lasted_s for outage in unexplained(evidence)), default=0.0), 2
+        ),
         "longest_silence_s": round(max((until - since for since, until in evidence.seen.silences), default=0.0), 2),
+        "longest_recovery_s": round(max((one.took_s for one in recoveries(evidence)), default=0.0), 2),
         "longest_idle_beside_work_s": round(evidence.seen.idleness.longest_s, 2),
         "promises": [{"name": one.name, "ok": one.kept, "broken": list(one.broken)} for one in promises],
         "list": [asdict(one.fault) | {"landed": one.landed, "detail": one.detail} for one in done],
     }
+
+
+def _longest(outages: Iterable[Outage]) -> float:
+    return max((outage.lasted_s for outage in outages), default=0.0)
 
 
 def _print(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -18,11 +20,14 @@ from eval_service.contract.errors import EvalfleetError
 from eval_service.contract.wire import EngineState, EngineView
 from eval_service.demo.processes import Child, DemoError
 from eval_service.demo.service import HOST, wait_ready
+from eval_service.scratch import Kind
 
 START_S = 150.0
 _DEAD_S = 30.0
 _STARTS = 3
 DISABLE = "EVALFLEET_CHAOS_DISABLE"
+_SESSIONS = f"{Kind.RAY}*/session_*"
+_STARTED = re.compile(r" started successfully .*\(PID: (\d+)\)")
 _SABOTAGE = Path(__file__).parent / "sabotage"
 
 
@@ -99,6 +104,22 @@ class Service:
         assert self.child is not None
         self.child.must_run()
         return sum(view.state in (EngineState.READY, EngineState.PINNING) for view in self.views(client))
+
+    def started(self) -> set[int]:
+        """The processes of replicas that have started, by Serve's log: one that hangs before that it never replaces."""
+        found: set[int] = set()
+        for log in self.scratch.glob(f"{_SESSIONS}/logs/serve/controller_*.log"):
+            with suppress(FileNotFoundError):  # they go with the service
+                found |= {int(pid) for pid in _STARTED.findall(log.read_text(errors="replace"))}
+        return found
+
+    def keep_ray_logs(self) -> None:
+        """Beside its own, before they go with it: why a process of Ray's was late, or died, is told nowhere else."""
+        for session in self.scratch.glob(_SESSIONS):
+            if not session.is_symlink():  # `session_latest`
+                with suppress(OSError, shutil.Error):
+                    into = self.world.logs / session.name
+                    shutil.copytree(session / "logs", into, symlinks=True, dirs_exist_ok=True)
 
     def stop(self) -> list[str]:
         """SIGTERM, and what did not end by itself."""

@@ -39,11 +39,10 @@ class Victims:
     family: Family
     stopped: list[psutil.Process] = field(default_factory=list)
 
-    def find(self, part: Part, *, age_s: float = 0.0) -> list[psutil.Process]:
-        """The living processes of a part that began at least `age_s` ago, oldest first."""
-        latest = time.time() - age_s
+    def find(self, part: Part) -> list[psutil.Process]:
+        """The living processes of a part, oldest first."""
         found = [process for process in self.family.members() if part in _command(process) and alive(process)]
-        return sorted((process for process in found if _began_at(process) <= latest), key=_began_at)
+        return sorted(found, key=_began_at)
 
     def kill(self, process: psutil.Process) -> bool:
         """SIGKILL; whether it is seen to be gone."""

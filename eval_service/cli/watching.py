@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from eval_service.cli.draining import TIME_IS_UP
 from eval_service.cli.output import columns, harmless, print_json, say
 from eval_service.contract.errors import InvalidRequest, RateLimited, Unavailable
 from eval_service.contract.names import check_run
+from eval_service.waking import Wake
 
 if TYPE_CHECKING:
     from eval_service.watch.watcher import Watcher
@@ -128,22 +128,21 @@ def _say(line: str) -> None:
 
 
 class _Stop:
-    """Whether the watch was asked to end. No event: its lock may be held by the thread that a signal interrupts."""
+    """Whether the watch was asked to end."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake = Wake()
 
     def ask(self) -> None:
         """From a signal's handler."""
         self.asked = True
-        self._wakes.put(None)
+        self._wake.ring()
 
     def wait(self, seconds: float) -> bool:
         """Wait, or until it is asked; whether it was."""
-        with suppress(queue.Empty):
-            if not self.asked:
-                self._wakes.get(timeout=seconds)
+        if not self.asked:
+            self._wake.wait(seconds)
         return self.asked
 
 

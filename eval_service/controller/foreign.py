@@ -11,12 +11,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from eval_service.contract.names import samples_file
 from eval_service.contract.results import Alarm, AlarmKind, Metric, SampleView
 from eval_service.contract.states import PointState, Reason
 from eval_service.controller.db import DaemonThreads, LedgerThread
 from eval_service.controller.outcomes import LaneEnd
-from eval_service.controller.recording import Weights
+from eval_service.controller.recording import Weights, files_of
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves, Result, Runnable
 from eval_service.suites.alarms import alarms_of
@@ -64,10 +63,10 @@ class Keeper:
         if config.metric not in made.metrics:
             there = ", ".join(sorted(made.metrics)) or "none"
             raise LaneEnd(PointState.FAILED, Reason.CRASHED, f"no metric {config.metric!r} came; there are: {there}")
-        path = samples_file(point.root, point.run, point.step, point.suite, f"{point.id}-{self.number}")
+        former, path = files_of(point, self.number)
         threads = DaemonThreads("samples")
         samples = await threads.run(lambda: list(_read(made.samples)))
-        await threads.run(lambda: write_samples(path, samples))
+        await threads.run(lambda: write_samples(path, samples, former=former))
         result = Result(
             metrics=metrics,
             score=headline.value if headline else None,

@@ -27,8 +27,8 @@ from eval_service.controller.fleet import Fleet
 from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2
-PROOFS = 2  # of an engine, before a snapshot on which it dies or hangs is held to be the cause
-_BY_ITSELF = (PinError.DIED, PinError.TIMEOUT)  # what also becomes of an engine that loads a sound snapshot
+PROOFS = 2  # of an engine, before a snapshot is held to be the cause of what may be the engine's own doing
+_BY_ITSELF = (PinError.DIED, PinError.UNAVAILABLE, PinError.TIMEOUT)  # what befalls engines with sound snapshots too
 _MARGIN_S = 10.0  # what a command's way there and back may take beyond its own deadline
 
 
@@ -92,15 +92,17 @@ class Pinner:
 
     async def _pin(self, engine_id: str) -> Outcome:
         last = CommandResult("", ok=False, error=PinError.DIED, detail="the engine did not serve")
+        failures: list[PinError | None] = []
         for _ in range(TRIES):
             if not await self.fleet.wait_ready(engine_id, self.restart_timeout_s):
                 return Outcome(Verdict.ENGINE, detail=last.detail or "the engine did not serve")
             last = await self._try(engine_id, self.order)
             if (outcome := self._conclusive(last)) is not None:
                 return outcome
+            failures.append(last.error)
             self.troubled.add(engine_id)
             self.on_trouble()
-        return await self._restart_and_judge(engine_id, last)
+        return await self._restart_and_judge(engine_id, last, failures)
 
     async def _try(self, engine_id: str, order: PinOrder) -> CommandResult:
         if engine_id not in self.fleet.engines:
@@ -159,7 +161,7 @@ class Pinner:
         """Only one engine vouches for what the lane's engines are held to."""
         return len(self.evidence) == 1 and all(evidence.canary_diff is None for evidence in self.evidence.values())
 
-    async def _restart_and_judge(self, engine_id: str, last: CommandResult) -> Outcome:
+    async def _restart_and_judge(self, engine_id: str, last: CommandResult, failures: list[PinError | None]) -> Outcome:
         good = await self._good(engine_id)
         again = last
         for _ in range(PROOFS):
@@ -168,8 +170,9 @@ class Pinner:
             again = await self._try(engine_id, self.order)
             if (outcome := self._conclusive(again)) is not None:
                 return outcome
-            if again.error not in _BY_ITSELF:
+            if again.error in failures and again.error not in _BY_ITSELF:
                 break
+            failures.append(again.error)
         return self._judged(engine_id, again, good)
 
     async def _unproven(self, engine_id: str, good: Good | None) -> str | None:

@@ -81,8 +81,8 @@ class Recorder:
             detail = f"{found.error_rate:.1%} of the samples errored, such as: {errors[0]}"
             raise LaneEnd(PointState.FAILED, Reason.ERROR_RATE, detail)
         point = self.point
-        path = samples_file(point.root, point.run, point.step, point.suite, f"{point.id}-{self.number}")
-        await self.threads.run(lambda: write_samples(path, samples))
+        former, path = files_of(point, self.number)
+        await self.threads.run(lambda: write_samples(path, samples, former=former))
         spent = {**timings, "score_s": time.monotonic() - began}
         try:
             alarms += suite_stale(await self._changed())
@@ -156,6 +156,16 @@ class Recorder:
             direction=self.suite.config.direction,
             suite_digest=self.suite.digest,
         )
+
+
+def files_of(point: Runnable, number: int) -> tuple[list[Path], Path]:
+    """Where an attempt's samples lie, after those of the attempts before it.
+
+    Of these one is there where its controller was killed before the ledger knew of the file.
+    """
+    names = [f"{point.id}-{attempt}" for attempt in range(1, number + 1)]
+    *former, path = [samples_file(point.root, point.run, point.step, point.suite, name) for name in names]
+    return former, path
 
 
 def _sample_view(answer: Answered, found: _Found | None, weight_version: str) -> SampleView:

@@ -32,6 +32,7 @@ from eval_service.engine.protocol import PinError, PinEvidence, PinOrder
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}
 _LOOSEST = "bfloat16"
 _LOOK_S = 0.1
+_SERVERS_FAULT = 500  # from this HTTP status on the request is not what was wrong
 _Seen = dict[tuple[int, ...], list[float]]  # log-probs of sequences, as the engine gave them since it loaded
 
 
@@ -203,7 +204,8 @@ class Pinner:
         try:
             return await step()
         except EngineRefused as exc:
-            raise PinFailed(PinError.REFUSED, str(exc)) from exc
+            error = PinError.UNAVAILABLE if exc.status >= _SERVERS_FAULT else PinError.REFUSED
+            raise PinFailed(error, str(exc)) from exc
         except EngineTimeout as exc:
             raise PinFailed(PinError.TIMEOUT, str(exc)) from exc
         except EngineError as exc:

@@ -33,6 +33,7 @@ class PinError(StrEnum):
     NOT_VISIBLE = "not_visible"  # the files did not reach their manifest's sizes on this node in time
     REFUSED = "refused"  # the engine answered with an error and kept what it had
     DIED = "died"  # the engine's server ended or stopped answering
+    UNAVAILABLE = "unavailable"  # it answered 5xx: it could not do it, which says nothing of what was asked
     LABEL = "label"  # /model_info shows another weight_version
     CANARY = "canary"  # log-probs differ from the trainer's by more than the tolerance
     DISAGREES = "disagrees"  # its fingerprint is another than that of an engine with the same snapshot

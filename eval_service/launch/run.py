@@ -8,7 +8,6 @@ step and drain, a second one ends it without, and the service ends after it.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from eval_service.launch.layout import VISIBLE
 from eval_service.launch.plan import LaunchPlan, Service
 from eval_service.launch.processes import Part, send
 from eval_service.ports import free_port
+from eval_service.waking import Wake
 
 LOOK_S = 0.2
 READY_TIMEOUT_S = 180.0
@@ -79,13 +79,11 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
         self.number = 0
-        # Not an event: its lock may be held by the very thread that a signal interrupts.
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake = Wake()
 
     def pause(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
-        with suppress(queue.Empty):
-            self._wakes.get(timeout=seconds)
+        self._wake.wait(seconds)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -94,7 +92,7 @@ class Signals:
         def handle(number: int, _: object) -> None:
             self.count += 1
             self.number = number
-            self._wakes.put(None)
+            self._wake.ring()
 
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
 import secrets
 import signal
 import socket
@@ -29,6 +28,7 @@ from eval_service.ports import free_port
 from eval_service.scratch import Kind, Scratch, collect
 from eval_service.serve.ending import Ending, ray_died
 from eval_service.serve.settings import Settings, check
+from eval_service.waking import Wake
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing of ours goes through it
 _PORT_S = 15.0
@@ -212,13 +212,13 @@ def _init_ray(address: str | None, temp_dir: Path | None, ending: Ending) -> Non
 
 def _stop_on_signals(stop: threading.Event) -> None:
     """Set it, from another thread: the one that a signal interrupts may hold the event's own lock."""
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    wake = Wake()
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        told.put(number)
+    def on_signal(_signal: int, _frame: FrameType | None) -> None:
+        wake.ring()
 
     def pass_on() -> None:
-        told.get()
+        wake.wait()
         stop.set()
 
     threading.Thread(target=pass_on, name="signals", daemon=True).start()

@@ -93,8 +93,11 @@ class Wanted:
         return cls(frozenset() if Which.ALL in kinds else frozenset(kinds), text or "", sort)
 
 
-def write_samples(path: Path, samples: Iterable[SampleView]) -> int:
+def write_samples(path: Path, samples: Iterable[SampleView], *, former: Iterable[Path] = ()) -> int:
     """Write a point's samples, replacing what was there in one step; returns how many.
+
+    Args:
+        former: files beside it that go with it, where they are there: of attempts that came to no result.
 
     Raises:
         OSError: the disk is full, say, or a link leads out of the run's directory; nothing is left behind then.
@@ -105,7 +108,11 @@ def write_samples(path: Path, samples: Iterable[SampleView]) -> int:
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_place(handle, path.parent)
-        return _write_in(handle, path.name, samples)
+        count = _write_in(handle, path.name, samples)
+        for other in former:
+            with suppress(FileNotFoundError):
+                os.unlink(other.name, dir_fd=handle)
+        return count
     finally:
         os.close(handle)
 

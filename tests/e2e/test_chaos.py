@@ -41,6 +41,7 @@ def test_forty_faults_lose_nothing_and_every_one_of_them_landed(tmp_path: Path) 
     assert sum(document["landed"].values()) == 40
     assert set(document["landed"]) == set(FaultKind) - {FaultKind.KILL_SERVICE}
     assert any(state.startswith("done") for state in document["points"])
+    assert list((tmp_path / "chaos" / "logs").glob("session_*/raylet.out")), "to see why, where a run fails"
 
 
 def test_with_the_epoch_check_or_the_scan_switched_off_the_same_command_fails(tmp_path: Path) -> None:

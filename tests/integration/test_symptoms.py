@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -237,11 +238,11 @@ def test_a_full_disk_on_the_services_side_costs_an_attempt_and_no_result(
 ) -> None:
     tries: list[Path] = []
 
-    def full(path: Path, samples: Iterable[SampleView]) -> int:
+    def full(path: Path, samples: Iterable[SampleView], **more: Any) -> int:
         tries.append(path)
         if len(tries) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_samples(path, samples)
+        return write_samples(path, samples, **more)
 
     monkeypatch.setattr("eval_service.controller.recording.write_samples", full)
 
@@ -251,6 +252,31 @@ def test_a_full_disk_on_the_services_side_costs_an_attempt_and_no_result(
             [view] = await stand.until_done(stand.dispatch("r", 1))
             assert view.attempts == 2
             assert "No space left" in (view.history[0].detail or "")
+
+    go(body)
+
+
+def test_samples_that_the_ledger_never_knew_of_go_with_the_next_attempts(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is killed between the file and the ledger leaves the file."""
+    written: list[Path] = []
+
+    def killed(path: Path, samples: Iterable[SampleView], **more: Any) -> int:
+        count = write_samples(path, samples, **more)
+        written.append(path)
+        if len(written) == 1:
+            raise OSError(errno.EIO, "killed here")
+        return count
+
+    monkeypatch.setattr("eval_service.controller.recording.write_samples", killed)
+
+    async def body() -> None:
+        async with stand.running(1):
+            stand.put_run("r")
+            [view] = await stand.until_done(stand.dispatch("r", 1))
+            assert [path for path in written if path.exists()] == [written[1]]
+            assert view.attempts == 2
 
     go(body)
 

@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[Evidence], Evidence], set[str]]] = {
     "a partial directory is left": (lambda e: replace(e, scraps=[".partial-1"]), {ORPHANS}),
     "nothing was answered": (lambda e: replace(e, seen=Seen()), {ANSWERED}),
     "unanswered for no reason": (
-        lambda e: replace(e, seen=Seen(probes=1, outages=[Outage(10.0, 30.0, "refused")])),
+        lambda e: replace(e, seen=Seen(probes=1, outages=[Outage(10.0, 20.0, "refused")])),
         {ANSWERED},
     ),
     "unanswered for too long": (
@@ -241,7 +241,7 @@ def test_every_promise_has_a_case_that_breaks_it() -> None:
 
 def test_an_unanswered_dispatch_after_a_fault_to_the_api_needs_no_other_reason(sound: Evidence) -> None:
     fault = Fault(0, FaultKind.STOP_GATEWAY, 0, 0.0, 1, None, 0.0)
-    seen = Seen(probes=1, outages=[Outage(10.0, 30.0, "refused")])
+    seen = Seen(probes=1, outages=[Outage(10.0, 20.0, "refused")])
     assert broken(replace(sound, seen=seen, faults=[Done(fault, True, 9.0, 15.0, "")])) == set()
 
 

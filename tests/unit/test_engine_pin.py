@@ -191,6 +191,8 @@ def test_a_label_that_does_not_come_back_fails(world: World) -> None:
     ("error", "reason"),
     [
         (EngineRefused(400, "no"), PinError.REFUSED),
+        (EngineRefused(500, "oops"), PinError.UNAVAILABLE),
+        (EngineRefused(503, "busy"), PinError.UNAVAILABLE),
         (EngineTimeout("late"), PinError.TIMEOUT),
         (EngineDown("gone"), PinError.DIED),
         (EngineError("nonsense"), PinError.DIED),

@@ -1,0 +1,85 @@
+"""Who is to blame for pins that fail: the verdict on one engine over answers that the tests write down."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from eval_service.contract.wire import EngineState
+from eval_service.controller.engines import Good
+from eval_service.controller.fleet import Fleet
+from eval_service.controller.pinning import Pinner, Verdict
+from eval_service.engine.protocol import CommandKind, CommandResult, EngineReport, PinError, PinEvidence
+from eval_service.fleet_config import GroupConfig
+
+GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
+EVIDENCE = PinEvidence("v", "f", "logprobs", 0.0, 0.0, 0.0, 0.0)
+FINE = None
+
+
+def order_of(digest: str) -> Any:
+    return SimpleNamespace(
+        snapshot="/s", timeout_s=60.0, visibility_timeout_s=60.0, manifest=SimpleNamespace(digest=digest)
+    )
+
+
+class Bench:
+    """One engine that has held a good snapshot, and fails the pins of another one as it is told."""
+
+    def __init__(self, failures: list[PinError | None]) -> None:
+        self.failures = failures
+        self.asked: list[str] = []
+        self.fleet = Fleet({"eval": GROUP}, epoch=1, lost_after_s=60.0, clock=lambda: 0.0)
+        self.order, self.good = order_of("new"), order_of("good")
+        self.pinner = Pinner(self.fleet, self.order, restart_timeout_s=60.0, there=lambda snapshot, digest: True)
+
+    def answer(self, _engine: str, kind: CommandKind, order: Any = None) -> asyncio.Future[CommandResult]:
+        future: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
+        self.asked.append("restart" if kind is CommandKind.RESTART else order.manifest.digest)
+        error = self.failures.pop(0) if order is self.order else FINE
+        evidence = None if error else EVIDENCE
+        future.set_result(CommandResult("c", ok=error is FINE, error=error, detail="told", evidence=evidence))
+        return future
+
+    async def verdict(self) -> Verdict:
+        report = EngineReport("e", "eval", "n", EngineState.READY, 1, "boot", number=1)
+        poll = asyncio.create_task(self.fleet.poll(report))
+        await asyncio.sleep(0)  # it reports
+        self.fleet.prove("e", Good(self.good, EVIDENCE))
+        try:
+            return (await self.pinner.pin("e")).verdict
+        finally:
+            poll.cancel()
+
+
+def verdict_of(*failures: PinError | None) -> tuple[Verdict, list[str], int]:
+    """The verdict, what the engine was asked, and how many of the failures it did not come to."""
+    bench = Bench(list(failures))
+    with patch.object(bench.fleet, "send", bench.answer):
+        verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 60))
+    return verdict, bench.asked, len(bench.failures)
+
+
+PROOF = ["restart", "good", "new"]
+
+
+@pytest.mark.parametrize("error", [PinError.CANARY, PinError.REFUSED])
+def test_a_snapshot_that_fails_alike_after_one_proof_of_the_engine_is_to_blame(error: PinError) -> None:
+    assert verdict_of(error, error, error) == (Verdict.SNAPSHOT, ["new", "new", *PROOF], 0)
+
+
+@pytest.mark.parametrize("error", [PinError.DIED, PinError.TIMEOUT, PinError.UNAVAILABLE])
+def test_what_engines_do_by_themselves_must_come_after_two_proofs(error: PinError) -> None:
+    assert verdict_of(error, error, error, FINE)[0] is Verdict.PROVEN
+    assert verdict_of(error, error, error, error) == (Verdict.SNAPSHOT, ["new", "new", *PROOF, *PROOF], 0)
+
+
+@pytest.mark.parametrize("third", [PinError.CANARY, PinError.REFUSED, PinError.UNAVAILABLE, PinError.UNCHANGED])
+def test_failures_that_differ_from_try_to_try_are_the_engines_until_one_comes_again(third: PinError) -> None:
+    """Each time something else went wrong: a sound snapshot must not end with it."""
+    assert verdict_of(PinError.DIED, PinError.TIMEOUT, third, FINE)[0] is Verdict.PROVEN
+    assert verdict_of(third, PinError.DIED, third, third)[2] == (1 if third is not PinError.UNAVAILABLE else 0)
