@@ -6,7 +6,9 @@ that a full pool elsewhere can't fail it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +20,7 @@ from eval_service.engine.grades import Keys
 
 # /health waits 1 s for a token of its own and gives up by itself after 20 s.
 HEALTH_TIMEOUT_S = 25.0
+_IDLE_S = 5.0  # an engine that others ask too may never be idle
 
 
 class SglangApi:
@@ -87,7 +90,8 @@ class SglangApi:
         """Load another directory's weights under a label; ends what is in flight and flushes the prefix cache.
 
         A 200 is no proof: SGLang accepts missing and misshapen tensors. `flush_cache` with requests pending in a
-        *paused* engine would end it; nothing here pauses.
+        *paused* engine would end it; nothing here pauses. So would an update that comes before its scheduler has put
+        away what it answered last: that is waited for.
 
         Raises:
             EngineRefused: no such directory, or no safetensors in it; the old weights stay.
@@ -99,9 +103,19 @@ class SglangApi:
             "abort_all_requests": True,
             "flush_cache": True,
         }
-        answer = await self._json("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
+        await self._idle(limit_s / 2)
+        left_s = limit_s - (time.monotonic() - began)
+        answer = await self._json("POST", "/update_weights_from_disk", body, timeout_s=left_s)
         if not answer.get("success"):
             raise EngineRefused(200, str(answer.get("message")))
+
+    async def _idle(self, limit_s: float) -> None:
+        """Wait, not for long, until its scheduler has nothing at all; what there is then is ended with the update."""
+        wait_s = min(_IDLE_S, limit_s / 2)
+        with contextlib.suppress(EngineRefused, EngineTimeout):
+            await self._call("POST", f"/flush_cache?timeout={wait_s:g}", timeout_s=min(2 * _IDLE_S, limit_s))
 
     async def abort_all(self, *, timeout_s: float | None = None) -> None:
         """End every request in flight: each is answered with finish_reason `abort`."""

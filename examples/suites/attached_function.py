@@ -73,6 +73,8 @@ class Attached:
 
     def _pin(self, snapshot_dir: Path, version: str, context: EvalContext) -> None:
         """A 200 of the load is no proof: SGLang takes tensors that are missing. The canary is."""
+        # An SGLang that is to load before it has put away what it answered last would end itself.
+        self._http.post("/flush_cache", params={"timeout": 60}, headers=self._admin).raise_for_status()
         body = {"model_path": str(snapshot_dir), "weight_version": version, "flush_cache": True}
         loaded = self._post("/update_weights_from_disk", body, self._admin)
         found = self._http.get("/model_info").raise_for_status().json()["weight_version"]

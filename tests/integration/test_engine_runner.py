@@ -17,7 +17,7 @@ import pytest
 
 from eval_service.contract.wire import EngineState
 from eval_service.engine.errors import EngineFatal
-from eval_service.engine.pin import Pinner
+from eval_service.engine.pin import Clock, Pinner, SystemClock
 from eval_service.engine.protocol import CommandKind, EngineReport, PinError, PinEvidence, PinOrder
 from eval_service.engine.runner import EngineRunner, RunnerTimes
 from eval_service.engine.server import BootOptions
@@ -27,7 +27,7 @@ from tests.support.engine_link import TestLink
 from tests.support.engine_model import TinyModel, make_model
 from tests.support.processes import alive, tree
 
-TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.1, hung_s=60.0)
+TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.125, hung_s=60.0)
 
 
 class Fleet:
@@ -41,14 +41,24 @@ class Fleet:
         self.b = make_model(root / "b", seed=2)
 
     @asynccontextmanager
-    async def runner(self, places: Places | None = None, **overrides: Any) -> AsyncIterator[EngineRunner]:
+    async def runner(
+        self, places: Places | None = None, clock: Clock | None = None, **overrides: Any
+    ) -> AsyncIterator[EngineRunner]:
         """A runner that runs; whatever happens, its processes are gone afterwards."""
         group = GroupConfig.model_validate(
             {"model": self.boot.path, "grade": "fake", "overrides": overrides, "start_timeout_s": 60}
         )
         options = BootOptions(log=self.root / "logs" / "engine.log")
         runner = EngineRunner(
-            "engine-1", "eval", group, node="here", options=options, link=self.link, times=TIMES, places=places
+            "engine-1",
+            "eval",
+            group,
+            node="here",
+            options=options,
+            link=self.link,
+            times=TIMES,
+            places=places,
+            clock=clock,
         )
         others = set(psutil.Process().children())  # such as what the session's fixtures have started
         running = asyncio.create_task(runner.run())
@@ -265,12 +275,21 @@ def test_serving_goes_on_while_no_controller_can_be_reached_whatever_the_link_ra
 
 
 def test_a_server_that_hangs_is_started_anew_with_another_nonce(fleet: Fleet) -> None:
+    class Unlooked(SystemClock):
+        async def sleep(self, seconds: float) -> None:
+            if seconds == TIMES.health_period_s:
+                await hangs.wait()
+            await super().sleep(seconds)
+
+    hangs = asyncio.Event()
+
     async def body() -> None:
-        async with fleet.runner() as runner:
+        async with fleet.runner(clock=Unlooked()) as runner:
             report = await fleet.ready()
             old = tree(report.server_pid or 0)
-            runner._times = replace(TIMES, hung_s=2.0)  # from here on: before, it was starved at most
             await turn(runner, hang=True)
+            runner._times = replace(TIMES, hung_s=2.0)  # nobody has looked: before, it was starved at most
+            hangs.set()
             fresh = await fleet.new_nonce(report)
             assert fresh.restarts == 1
             assert fresh.api_key != report.api_key

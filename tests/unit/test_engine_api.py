@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from eval_service.engine.errors import EngineDown, EngineError, EngineRefused, EngineTimeout
 from eval_service.engine.grades import Keys
@@ -87,3 +88,39 @@ def test_only_calls_that_change_the_engine_carry_the_admin_key() -> None:
     _, update = asyncio.run(_against(_http(b'{"success": true}'), _update))
     assert b"Bearer api-key" in info
     assert b"Bearer admin-key" in update
+
+
+@pytest.mark.parametrize("becomes_idle", [True, False])
+def test_an_update_comes_once_the_scheduler_has_put_away_what_it_answered_last(becomes_idle: bool) -> None:
+    """SGLang ends itself where it is to load before that; one that others keep busy is told to load all the same."""
+    asked: list[str] = []
+    idle = asyncio.Event()
+
+    async def flush(request: web.Request) -> web.Response:
+        assert float(request.query["timeout"]) > 0
+        asked.append("flush")
+        if not becomes_idle:
+            return web.Response(text="Timed out waiting for idle state.", status=400)
+        asyncio.get_running_loop().call_later(0.05, idle.set)
+        await idle.wait()
+        return web.Response(text="Cache flushed.")
+
+    async def update(request: web.Request) -> web.Response:
+        asked.append("idle" if idle.is_set() else "busy")
+        return web.json_response({"success": True})
+
+    async def body() -> None:
+        app = web.Application()
+        app.router.add_post("/flush_cache", flush)
+        app.router.add_post("/update_weights_from_disk", update)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            async with SglangApi(f"http://127.0.0.1:{runner.addresses[0][1]}", KEYS) as api:
+                await _update(api)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(body())
+    assert asked == ["flush", "idle" if becomes_idle else "busy"]
