@@ -42,6 +42,7 @@ SCAN_S = 60.0  # for one look at one run's directory
 DELETE_S = 600.0  # for one deletion
 CHECKPOINT_S = 5.0  # what a power cut may take of what was answered
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
+CLOSE_S = 1.0  # for a deletion under way at the end
 _Work = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -83,6 +84,7 @@ class Housekeeping:
         self._alone: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a run's deletions go one after another
         self._scans = RunThreads("scan")
         self._deletions = RunThreads("gc")
+        self._closing = False
         self._checkpoint_threads = DaemonThreads("checkpoint")
         self._cache_threads = DaemonThreads("objects")
 
@@ -104,7 +106,10 @@ class Housekeeping:
             self._collect = False
 
     async def close(self) -> None:
-        """Let go of what runs; a deletion that is cut short is taken up again."""
+        """Let go of what runs, a deletion under way after a moment for its end; one cut short is taken up again."""
+        self._closing = True
+        if deleting := [task for name, task in self._tasks.items() if name.startswith("collect: ")]:
+            await asyncio.wait(deleting, timeout=CLOSE_S)
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -248,6 +253,8 @@ class Housekeeping:
 
     async def _delete(self, place: RunPlace, deletion: Deletion) -> bool:
         """Delete one snapshot; returns whether it is left for good."""
+        if self._closing:
+            return False
         if not await self._ledger(self._retention.claim, deletion.id) or deletion.path in self._loading():
             self._collect_again()  # somebody came to need it, or may: look again
             return False

@@ -2,8 +2,9 @@
 
 The engine's server process gets SIGKILL while the point that it is leased to is running and requests are in flight on
 it; another engine is there to take them over. A point may be over within half a second, and the fleet's view is a
-second old: all engines are stopped first, so that the point stays as it is. One that a later view shows with requests
-in flight is killed, and the others go on.
+second old: all engines are stopped first, so that the point stays as it is. The first later view may have been on its
+way already, however late it was written; the second one is of after the stop. An engine that it shows with requests in
+flight is killed, and the others go on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eval_service.contract.states import PointState
@@ -21,8 +22,7 @@ from eval_service.contract.wire import EngineState, FleetView, PointView, Sample
 from eval_service.demo.service import engines_of
 
 AFTER_DONE = 3  # points that must be done first: the kill falls in the middle of the run
-STOPPED_S = 4.0  # at most; the view is written once a second
-VIEW_S = 0.25  # between what a view shows and its writing, at most
+STOPPED_S = 8.0  # at most; the view is written once a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Engines, with their processes, that wait for the view that shows one busy."""
+    """Engines, with their processes, that wait for the view that shows one busy. `view_at`: of the first later view."""
 
     pids: Mapping[str, int]
     at: float
+    view_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -96,8 +97,11 @@ class EngineKiller:
     def _decide(
         self, stopped: Stopped, running: dict[str, PointView], view: FleetView | None, state: Callable[[str], str]
     ) -> Kill | None:
-        told = view is not None and (view.seen_at or 0.0) > stopped.at + VIEW_S
+        seen_at = (view.seen_at if view is not None else None) or 0.0
+        told = stopped.view_at is not None and seen_at > stopped.view_at
         if not told and running and self.clock() - stopped.at < STOPPED_S:
+            if stopped.view_at is None and seen_at > stopped.at:
+                self.stopped = replace(stopped, view_at=seen_at)
             return None
         found = [engine for engine in engines_of(view) if engine.id in stopped.pids] if told else []
         busy = [engine for engine in found if engine.point in running and engine.in_flight]

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval_service.contract.wire import EngineState
 from eval_service.demo.processes import Family
 from tests.support.live import Live, wait_for
 
@@ -43,6 +44,8 @@ def test_a_signal_to_the_whole_process_group_ends_the_service_in_a_moment_and_no
     live.build()
     try:
         live.start()
+        # Not in the middle of its start: a directory that is made at that moment is nobody's yet.
+        wait_for(lambda: any(engine.state is EngineState.READY for engine in live.engines()), "an engine")
         service = live.child.process.pid
         assert {"raylet", "gcs_server"} <= set(names_in_group(live.family, service))
         os.killpg(service, signal.SIGTERM)

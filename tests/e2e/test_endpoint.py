@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from eval_service.chaos.victims import alive
-from eval_service.contract.errors import Conflict
+from eval_service.contract.errors import Conflict, NotFound
 from eval_service.contract.serving import ServingView
 from eval_service.contract.wire import DispatchRequest, Kind, PointView, RunSpec, Source
-from tests.support.live import DONE, SUITE, Live, wait_for
+from tests.support.live import DONE, SUITE, Live, lane, wait_for
 from tests.support.work import Work
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -55,14 +55,29 @@ def serving(live: Live, point: PointView) -> Iterator[ServingView]:
     wait_for(lambda: live.client.serving(point.id).engines, "an engine to serve it")
     yield view
     live.client.end_serving(point.id)
+    _await_end(live, point)
+
+
+def _await_end(live: Live, point: PointView) -> None:
+    """One that is opened before its engine was let go of tells of that engine, which serves it no more."""
+
+    def ended() -> bool:
+        try:
+            live.client.serving(point.id)
+        except NotFound:
+            return True
+        return False
+
+    wait_for(ended, "its engine to be let go of")
 
 
 def test_a_checkpoint_is_talked_to_by_the_openai_and_the_native_routes_with_its_own_weights(
     live: Live, point: PointView, serving: ServingView
 ) -> None:
     version = live.client.serving(point.id).weight_version
-    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+    with lane(serving.url) as http:
         chat = http.post("/v1/chat/completions", json=CHAT)
+        assert chat.status_code == 200, chat.text
         text = chat.json()["choices"][0]["message"]["content"]
         assert chat.headers["X-Router-Weights"] == version
         with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
@@ -98,7 +113,7 @@ def test_a_task_of_inspect_ai_runs_against_a_checkpoint_and_has_its_answers(
     told = json.loads(log.read_text())
     assert told["status"] == "success", done.stdout + done.stderr
     assert told["results"]["completed_samples"] == len(told["samples"]) == 4
-    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+    with lane(serving.url) as http:
         for sample in told["samples"]:
             messages = [{"role": "user", "content": sample["input"]}]
             asked = {"model": "any", "messages": messages, "max_tokens": 8, "temperature": 0}
@@ -109,7 +124,7 @@ def test_a_task_of_inspect_ai_runs_against_a_checkpoint_and_has_its_answers(
 
 def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(live: Live, point: PointView) -> None:
     view = live.client.serve(point.id, for_s=300.0)
-    lane = view.url.removesuffix(point.id)
+    lanes = view.url.removesuffix(point.id)
     work = Work(live, "evaluated", "slow")
     live.client.pause(work.run)
     work.begin()
@@ -120,7 +135,7 @@ def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(li
 
     def elsewhere() -> bool:
         newest = live.points(work.run)[-1].id
-        return httpx.post(f"{lane}{newest}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 409
+        return httpx.post(f"{lanes}{newest}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 409
 
     work.until(elsewhere, "the running point to be known as the controller's")
     work.whole()
@@ -131,12 +146,13 @@ def test_a_lane_of_the_controllers_is_refused_and_one_that_was_closed_is_gone(li
         return httpx.post(f"{view.url}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 410
 
     wait_for(gone, "the lane to be gone")
+    _await_end(live, point)
 
 
 def test_points_are_evaluated_beside_a_lane_that_people_use(live: Live, point: PointView, serving: ServingView) -> None:
     step = 10
     _dispatch(live, step)
-    with httpx.Client(base_url=serving.url, timeout=60.0) as http:
+    with lane(serving.url) as http:
 
         def asked_until_done() -> bool:
             assert http.post("/v1/chat/completions", json=CHAT).status_code == 200

@@ -27,7 +27,8 @@ def run_file(tmp_path: Path) -> Path:
     settings: dict[str, Any] = {
         "train": {"num_steps": 4},
         "parallel": {"tensor": 2},
-        "eval": {"url": None, "interval": 2},
+        # The engine may come up after the last step.
+        "eval": {"url": None, "interval": 2, "drain_timeout_s": 300.0},
     }
     training = Training(live, "one", settings)
     fleet = (tmp_path / "fleet.toml").read_text()

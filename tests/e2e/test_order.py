@@ -167,8 +167,9 @@ def test_with_the_service_away_training_goes_on_and_the_outbox_keeps_what_the_sc
     with socket.socket() as nobody:  # holds the port, and does not listen
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        training = Training(live, "away", {"eval": {"url": url, "drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}})
-        training.train()
+        training = Training(live, "away", {"train": {"num_steps": 6}, "eval": {"url": url, "max_in_flight": 3}})
+        training.settings["eval"] |= {"drain_timeout_s": 1.0, "reserve_timeout_s": 1.0}
+        training.train("settled:5:raise", code=1)  # all is in the outbox by then, and the drain waits for no export
     receipt = json.loads((live.root / "away" / names.OUTBOX / names.RECEIPT).read_text())
     assert not receipt["drained"]
     assert {line["step"] for line in receipt["deferred"]} == {0, 2, 4}

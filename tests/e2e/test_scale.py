@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -31,7 +30,7 @@ from eval_service.contract.wire import DispatchRequest, EngineState, GroupView, 
 from eval_service.ledger.database import Database
 from eval_service.ledger.events import Event, EventKind, EventLog
 from tests.support import postgres
-from tests.support.live import DONE, PROMPTS, SUITE, Live, serving, wait_for
+from tests.support.live import DONE, PROMPTS, SUITE, Live, lane, serving, wait_for
 from tests.support.relay import Lost, Relay
 from tests.support.work import Work
 
@@ -195,9 +194,9 @@ def test_no_secret_is_in_a_log_the_ledger_a_command_line_or_what_processes_inher
     serving = fakes.client.serve(fakes.points("secret")[0].id)
     wait_for(lambda: fakes.client.serving(serving.point).engines, "an engine to serve it")
     body = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
-    for token, status in ((ops, 200), (SECRETS["EVALFLEET_TEST_LANES"], 200), (look, 401), ("", 401)):
-        asked = httpx.post(f"{serving.url}/generate", json=body, headers=bearer(token or None), timeout=60.0)
-        assert asked.status_code == status
+    with lane(serving.url) as http:
+        for token, status in ((ops, 200), (SECRETS["EVALFLEET_TEST_LANES"], 200), (look, 401), ("", 401)):
+            assert http.post("/generate", json=body, headers=bearer(token or None)).status_code == status
     assert fakes.http.get("/runs").status_code == 401
     assert fakes.http.get("/runs", headers=bearer(look)).status_code == 200
     with EvalClient(fakes.url, token=look) as reader, pytest.raises(Forbidden):

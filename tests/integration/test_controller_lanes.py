@@ -26,7 +26,11 @@ def stand_of(tmp_path: Path) -> Callable[..., Stand]:
 Make = Callable[..., Stand]
 
 
-def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(stand_of: Make) -> None:
+def test_points_of_a_run_go_through_their_states_and_end_with_one_result_each(
+    stand_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval_service.controller.throughput.WINDOW_S", 600.0)  # however late it is shown
+
     async def body() -> None:
         async with stand_of().running(1) as stand:
             stand.put_run("r")
@@ -63,7 +67,7 @@ def test_an_engine_that_comes_while_a_lane_runs_joins_it_and_answers_samples(sta
     async def body() -> None:
         async with stand_of(prompts=40).running(1) as stand:
             stand.put_run("r")
-            stand.hold_answers("e0")
+            stand.hold_answers("e0", "late")
             point = stand.dispatch("r", 1)
             await stand.until_state(point, PointState.RUNNING)
             stand.start_engine("late")
@@ -293,6 +297,7 @@ def test_an_engine_that_may_be_at_fault_itself_has_a_second_one_asked_before_the
             monkeypatch.setattr(stand.acting.fleet, "send", deadly)
             point = stand.dispatch("r", 1, suspect)
             await stand.until(lambda: "bad" in stand.lane(point)._suspicions)
+            await stand.until_ready("bad")  # the next boot of one that died would clear it of what is said of it now
             Orders(stand.database).cancel(busy)
             stand.release()
             [view] = await stand.until_done(point)
@@ -409,7 +414,7 @@ def test_an_engine_with_nothing_left_to_do_starts_the_next_point_while_the_last_
             await stand.until(lambda: stand.lane(first)._in_flight("e0") == 4)
             stand.release("e1")
             second = stand.dispatch("r", 2)
-            await stand.until_state(second, PointState.RUNNING)
+            await stand.until_state(second, PointState.RUNNING, PointState.SCORING, PointState.DONE)
             assert stand.point(first).state is PointState.RUNNING
             stand.kill_server("e0")
             stand.release()

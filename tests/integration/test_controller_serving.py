@@ -70,6 +70,19 @@ class Served:
     async def until_served(self, point: str, engines: int = 1) -> None:
         await self.stand.until(lambda: self.servings.get(point).engines == engines)
 
+    async def until_asked(self, point: str, requests: int = 1) -> None:
+        """The controller has heard of so many requests, which it does with the proxy's next poll."""
+        await self.stand.until(lambda: self.stand.acting.serving.board.demand(point) == requests)
+
+    async def until_waits(self, point: str) -> None:
+        """It could begin, but for an engine."""
+        await self.stand.until(lambda: point in {one.id for one in self.stand.acting._moves.runnable()})
+
+    def told(self) -> bool:
+        """Whether the proxy has a table, and has said so."""
+        report = self.stand.acting.serving.board._report
+        return report is not None and report.known > 0
+
     async def ask(self, point: str, body: Any = None, path: str = "/generate") -> tuple[int, Any, dict[str, str]]:
         url = f"http://127.0.0.1:{self.proxy.port}/lanes/{point}{path}"
         body = body if body is not None else {"text": "p", "sampling_params": {"max_new_tokens": 16}}
@@ -106,6 +119,7 @@ def served_of(tmp_path: Path) -> Callable[..., Any]:
                 try:
                     stand.put_run("r")
                     await stand.until_ready()
+                    await stand.until(served.told)
                     yield served
                 finally:
                     await served.proxy.stop()
@@ -156,21 +170,23 @@ async def test_a_lane_is_driven_by_the_controller_or_by_the_proxy_and_not_both(s
 
 
 async def test_an_engine_goes_to_others_only_when_the_proxy_has_let_go_of_it(served_of: Any) -> None:
-    async with served_of() as served:
-        point = await served.evaluated()
+    async with served_of(handover_s=60.0) as served:
+        stand, point = served.stand, await served.evaluated()
         await served.open(point)
         await served.until_served(point)
-        await served.stand.turn("e0", latency_s=1.5)
+        stand.hold_answers("e0")
         slow = asyncio.create_task(served.ask(point))
-        await served.stand.until(lambda: served.stand.acting.serving.board.demand(point) == 1)
-        lane = served.stand.acting.serving.lanes[point]
-        lane.part_with("e0")
-        other = served.stand.dispatch("r", 2)
-        served.wake()
+        await served.until_asked(point)
+        other = stand.dispatch("r", 2)
+        await served.until_waits(other)
+        stand.acting.serving.lanes[point].part_with("e0")
+        await served.until_served(point, 0)
+        await stand.looked()
+        assert stand.engine("e0").point == point, "the proxy has something in flight on it"
+        stand.release()
         status, answer, _ = await slow
         assert (status, answer["text"]) == (200, served.text(point))
-        await served.stand.turn("e0", latency_s=0.0)
-        await served.stand.until_done(other)
+        await stand.until_done(other)
 
 
 async def test_an_engine_killed_with_a_request_in_flight_costs_the_client_nothing(served_of: Any) -> None:
@@ -181,7 +197,7 @@ async def test_an_engine_killed_with_a_request_in_flight_costs_the_client_nothin
         [name] = served.stand.acting.serving.lanes[point].proven
         await served.stand.turn(name, latency_s=20.0)
         asked = asyncio.create_task(served.ask(point))
-        await served.stand.until(lambda: served.stand.acting.serving.board.demand(point) == 1)
+        await served.until_asked(point)
         served.stand.kill_server(name)
         status, answer, headers = await asked
         assert (status, answer["text"]) == (200, served.text(point))
@@ -220,9 +236,9 @@ async def test_a_busy_serving_does_not_starve_a_point_that_has_waited_too_long(s
         await served.until_served(point)
         stand.hold_answers("e0")
         busy = [asyncio.create_task(served.ask(point)) for _ in range(4)]
-        await stand.until(lambda: stand.acting.serving.board.demand(point) == 4)
+        await served.until_asked(point, 4)
         other = stand.dispatch("r", 2)
-        await stand.until(lambda: other in {one.id for one in stand.acting._moves.runnable()})
+        await served.until_waits(other)
         assert served.servings.get(point).engines == 1
         stand.clock.ahead_s += stand.config.service.point_timeout_s / 2
         await served.until_served(point, 0)
@@ -232,20 +248,25 @@ async def test_a_busy_serving_does_not_starve_a_point_that_has_waited_too_long(s
 
 
 async def test_a_controller_that_takes_over_leaves_alone_what_the_proxy_still_sends_to(served_of: Any) -> None:
-    async with served_of() as served:
-        point = await served.evaluated()
+    async with served_of(handover_s=60.0) as served:
+        stand, point = served.stand, await served.evaluated()
         await served.open(point)
         await served.until_served(point)
-        await served.stand.turn("e0", latency_s=2.0)
+        stand.hold_answers("e0")
         slow = asyncio.create_task(served.ask(point))
-        await served.stand.until(lambda: served.stand.acting.serving.board.demand(point) == 1)
-        await served.stand.kill_controller()
-        served.stand.start_controller()
-        other = served.stand.dispatch("r", 2)
+        await served.until_asked(point)
+        await stand.kill_controller()
+        stand.start_controller()
+        other = stand.dispatch("r", 2)
+        await served.until_waits(other)
+        await stand.until_ready("e0")
+        await served.until_asked(point)
+        await stand.looked()
+        assert (stand.engine("e0").point, stand.engine("e0").sent) == (None, {}), "no pin comes between"
+        stand.release()
         status, answer, _ = await slow
-        assert (status, answer["text"]) == (200, served.text(point)), "no pin came between"
-        await served.stand.turn("e0", latency_s=0.0)
-        await served.stand.until_done(other)
+        assert (status, answer["text"]) == (200, served.text(point))
+        await stand.until_done(other)
         assert (await served.ask(point))[1]["text"] == served.text(point), "the ledger has it: it goes on"
 
 

@@ -37,8 +37,9 @@ class Launched:
         return self._errors.read_text()
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        """Those of the named kinds, in order."""
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
+        """Those of the named kinds, in order; of a line that is being written nothing is known yet."""
+        text = self._events.read_text() if self._events.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
         return [event for event in map(json.loads, lines) if event["event"] in names]
 
     def until(self, name: str, count: int = 1) -> list[dict[str, Any]]:

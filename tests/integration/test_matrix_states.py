@@ -17,6 +17,7 @@ from eval_service.admission.checks import find_faults
 from eval_service.contract.errors import Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import DispatchRequest
+from eval_service.controller.fleet import FORGET_S
 from eval_service.ledger.database import Fenced
 from eval_service.ledger.moves import Moves
 from eval_service.ledger.orders import Orders
@@ -136,8 +137,9 @@ def test_the_only_replica_cut_off_in_any_live_state_is_lost_and_its_point_goes_o
         async with stand.running(1):
             await stand.until_ready()
             point = await held_in(stand, state)
-            stand.link.cut.add("e0")
-            stand.acting.fleet._clock = lambda: time.monotonic() + 2 * stand.config.service.engine_lost_s
+            await stand.cut_off("e0")
+            silent_s = (stand.config.service.engine_lost_s + FORGET_S) / 2  # it stays known as lost for long
+            stand.acting.fleet._clock = lambda: time.monotonic() + silent_s
             assert stand.link.controller is not None
             stand.link.controller.wake()
             await stand.until(lambda: stand.engine("e0").lost)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TOLD = "cluster.json"
+NODES_S = 80.0  # the nodes start beside each other, and beside other tests
 _SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     room = {} if count else {"resources": {"engines": 2}}
     cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **_SMALL, **room})
     workers = [cluster.add_node(wait=False, resources={"engines": 1}, **_SMALL) for _ in range(count)]
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(NODES_S)
     told = {
         "address": cluster.address,
         "head": _pids(cluster.head_node, "gcs_server") + _pids(cluster.head_node, "raylet"),

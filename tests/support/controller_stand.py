@@ -16,7 +16,7 @@ import os
 import signal
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -82,6 +82,7 @@ class Link:
 
     controller: Controller | None = None
     cut: set[str] = field(default_factory=set)
+    open: Counter[str] = field(default_factory=Counter)  # polls that wait for their answer
     lose_answers: int = 0  # of those that carry a command
     lost: int = 0
 
@@ -89,7 +90,11 @@ class Link:
         """As the protocol says."""
         if self.controller is None or report.engine in self.cut:
             raise Unavailable("no controller acts now")
-        command = await self.controller.poll(report)
+        self.open[report.engine] += 1
+        try:
+            command = await self.controller.poll(report)
+        finally:
+            self.open[report.engine] -= 1
         if command is not None and self.lost < self.lose_answers:
             self.lost += 1
             raise Unavailable("the answer was lost")
@@ -312,6 +317,12 @@ class Stand:
             await engine.process.stop()
             await engine.api.close()
 
+    async def cut_off(self, name: str) -> None:
+        """Let nothing more be heard of an engine: neither a new poll, nor one that waits for its answer."""
+        self.link.cut.add(name)
+        self.engine(name).touch()
+        await self.until(lambda: not self.link.open[name])
+
     async def turn(self, name: str, **knobs: Any) -> None:
         """Turn knobs of an engine at run time."""
         server = self.runners[name]._server
@@ -387,6 +398,11 @@ class Stand:
         engine: Engine = self.acting.fleet.engines[name]
         return engine
 
+    def in_flight(self, name: str) -> int:
+        """Samples that an engine has, of whichever point."""
+        upstream = self.acting._router.stats().upstreams.get(name)
+        return upstream.in_flight if upstream is not None else 0
+
     def lane(self, point: str) -> Lane:
         """A point's lane."""
         lane: Lane = self.acting._lanes[point]
@@ -414,6 +430,14 @@ class Stand:
             if time.monotonic() > end:
                 raise AssertionError(f"not within {timeout_s:g} s: {self.told()}")
             await asyncio.sleep(0.01)
+
+    async def looked(self) -> None:
+        """The controller has looked at everything once more, from the beginning to the end."""
+        controller = self.link.controller
+        assert controller is not None
+        for _ in range(2):  # the first wake may have ended a rest, or come in the midst of a look
+            controller.wake()
+            await self.until(lambda: not controller._wake.is_set())
 
     async def until_ready(self, *names: str) -> None:
         """The engines (by default all) can be leased or are."""

@@ -46,6 +46,24 @@ def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = 90.0) 
     return found
 
 
+class _Patient(httpx.HTTPTransport):
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        def asked() -> httpx.Response | None:
+            answer = super(_Patient, self).handle_request(request)
+            if answer.status_code != 503 or "retry-after" not in answer.headers:
+                return answer
+            answer.close()
+            return None
+
+        return wait_for(asked, "the proxy to be told of its lanes")
+
+
+def lane(url: str) -> httpx.Client:
+    """A client of a lane that does as those do that people use: a proxy that has not been told of its lanes for a
+    while, as where the host is busy, says so (503, `Retry-After`) and is asked again."""
+    return httpx.Client(base_url=url, timeout=60.0, transport=_Patient())
+
+
 @dataclass
 class Live:
     """One running service and the places that it works in."""

@@ -84,8 +84,9 @@ def test_the_engine_is_killed_and_it_is_said() -> None:
     killer = EngineKiller(owns=lambda _: True, clock=lambda: 7.0, signal_process=lambda *_: None)
     watched = Watched(service, killer)
     watched.follower.look()
-    service.fleet = FleetView(groups=(group,), seen_at=8.0)
-    watched.follower.look()
+    for seen_at in (8.0, 9.0):
+        service.fleet = FleetView(groups=(group,), seen_at=seen_at)
+        watched.follower.look()
     assert watched.said[-1] == "killed engine eval-1 (pid 4242) with 5 requests of step 100 in flight"
     assert killer.kill is not None
     assert killer.kill.point_state_after == "running"

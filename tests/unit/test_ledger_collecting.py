@@ -21,6 +21,7 @@ from eval_service.contract.errors import NotFound, StoreUnavailable
 from eval_service.contract.names import (
     DISPATCH,
     MANIFEST,
+    TRASH_PREFIX,
     beside,
     held_name,
     partial_name,
@@ -404,6 +405,51 @@ def test_a_deletion_that_hangs_under_one_run_keeps_no_other_run_from_theirs(
         assert hung.path.exists()
     finally:
         release.set()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_a_deletion_under_way_is_over_when_the_controller_is_and_no_other_begins_but_one_that_hangs_keeps_nobody(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    published = [export(ledger, step) for step in (1, 2, 3)]
+    for step, one in enumerate(published):
+        done(ledger, one, 0.1 * step)
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(deletion: Deletion, root: Path, confirm: Callable[[], bool]) -> Collected:
+        begun.set()
+        assert go_on.wait(100)
+        try:
+            return collect(deletion, root, confirm)
+        finally:
+            over.set()
+
+    monkeypatch.setattr("eval_service.controller.housekeeping.collect", slow)
+    monkeypatch.setattr("eval_service.controller.housekeeping.CLOSE_S", 100.0 if ends else 0.0)
+
+    async def work() -> None:
+        thread = LedgerThread()
+        service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base)
+        keeping = Housekeeping(service, ledger.intents, ledger.retention, thread)
+        while not begun.is_set():
+            await keeping.tick()
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(keeping.close())
+        if ends:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            go_on.set()
+        await closing
+        assert [one.path.exists() for one in published] == [not ends, True, True]
+        assert not list((ledger.root / "r1").glob(f"{TRASH_PREFIX}*"))
+        thread.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 60))
+    finally:
+        go_on.set()
+        assert over.wait(100)
 
 
 def test_a_pipe_in_the_manifests_place_holds_up_no_collection(ledger: Ledger) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from eval_service.cli.main import exit_code
 from eval_service.fleet_config import ServiceConfig
+from eval_service.ports import free_port
 from eval_service.scratch import Kind, Scratch
 from eval_service.serve import ending
 from eval_service.serve.ending import GRACE_S, JOINED_GRACE_S, RAY_DIED, Ending, answers, ray_died
@@ -117,7 +118,8 @@ def test_a_joined_cluster_that_does_not_answer_is_waited_for_unless_the_service_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ending, "_PROBE_S", 30.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    # A port that the kernel gives nobody else once it is free.
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as listener:
         gcs = f"127.0.0.1:{listener.getsockname()[1]}"
         assert answers(gcs)
         stand = Stand(monkeypatch, tmp_path, gcs)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from eval_service.contract.errors import ConfigError, Unavailable
+from eval_service.ports import free_port
 from eval_service.serve.launch import _check_port, _deploy, _make_token, _stay
 
 FLEET = """
@@ -127,6 +128,6 @@ def test_a_port_that_a_killed_service_still_has_is_waited_for() -> None:
 def _listening() -> socket.socket:
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    found.bind(("127.0.0.1", 0))
+    found.bind(("127.0.0.1", free_port("127.0.0.1")))  # one that the kernel gives nobody else once it is free
     found.listen()
     return found
