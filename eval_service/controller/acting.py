@@ -192,9 +192,7 @@ class Acting:
             for task in stuck:
                 task.cancel()
             await asyncio.gather(*stuck, return_exceptions=True)
-        await self._functions.close()
-        await self._admissions.close()
-        await self._housekeeping.close()
+        await asyncio.gather(self._functions.close(), self._admissions.close(), self._housekeeping.close())
         await asyncio.to_thread(self._moves.close)
 
     # --- engines

@@ -42,7 +42,7 @@ SCAN_S = 60.0  # for one look at one run's directory
 DELETE_S = 600.0  # for one deletion
 CHECKPOINT_S = 5.0  # what a power cut may take of what was answered
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
-CLOSE_S = 1.0  # for a deletion under way at the end
+CLOSE_S = 0.5  # for a deletion under way at the end: Serve kills a controller after `controller_grace_s`, 1.5 s
 _Work = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -106,7 +106,7 @@ class Housekeeping:
             self._collect = False
 
     async def close(self) -> None:
-        """Let go of what runs, a deletion under way after a moment for its end; one cut short is taken up again."""
+        """Let go of what runs; a deletion under way has a moment to end, and is taken up again if it has not."""
         self._closing = True
         if deleting := [task for name, task in self._tasks.items() if name.startswith("collect: ")]:
             await asyncio.wait(deleting, timeout=CLOSE_S)
@@ -199,7 +199,7 @@ class Housekeeping:
                     self._again.add(run)
 
     def _in_turn(self, run: str) -> bool:
-        """One that is being collected or swept is next in turn; one that hangs waits for the next occasion."""
+        """Whether its work may begin: behind what is collected or swept now it is next, behind what hangs it is not."""
         return self._deletions.free(run) or self._alone[run].locked()
 
     async def _collect_run(
@@ -211,7 +211,7 @@ class Housekeeping:
                 for snapshot in undescribed:
                     await self._describe(snapshot)
                 refused = {deletion.id for deletion in planned if await self._delete(place, deletion)}
-                if place.deleting and not self._letting_go.get(place.run):
+                if place.deleting and not self._letting_go.get(place.run) and not self._closing:
                     await self._delete_run(place, refused)
         finally:
             if place.run in self._again:

@@ -6,8 +6,9 @@ dispute, which neither wins; two that agree win against one.
 
 The verdict says who is at fault. An engine that can't load what was loaded before is. A snapshot that fails again on an
 engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds.
-An engine may also die or hang by itself, so that alone must come twice after a proof. The lane decides, since it knows
-what other engines made of the snapshot.
+An engine may also die, hang or be unavailable by itself, so that alone must come twice after a proof. What differs from
+try to try is no doing of what stays the same: it takes as many proofs, and is weak grounds then. The lane decides: it
+knows what other engines made of the snapshot.
 """
 
 from __future__ import annotations
@@ -163,17 +164,18 @@ class Pinner:
 
     async def _restart_and_judge(self, engine_id: str, last: CommandResult, failures: list[PinError | None]) -> Outcome:
         good = await self._good(engine_id)
-        again = last
+        again, alike = last, False
         for _ in range(PROOFS):
             if (fault := await self._unproven(engine_id, good)) is not None:
                 return self._engines_fault(engine_id, f"{fault}, after a failed pin: {_told(again)}")
             again = await self._try(engine_id, self.order)
             if (outcome := self._conclusive(again)) is not None:
                 return outcome
-            if again.error in failures and again.error not in _BY_ITSELF:
-                break
             failures.append(again.error)
-        return self._judged(engine_id, again, good)
+            alike = failures.count(again.error) > 1
+            if alike and again.error not in _BY_ITSELF:
+                break
+        return self._judged(engine_id, again, good, alike=alike)
 
     async def _unproven(self, engine_id: str, good: Good | None) -> str | None:
         """Start it anew and let it load a good snapshot; what is wrong with it, None where nothing is."""
@@ -183,7 +185,7 @@ class Pinner:
             return "it does not load a good snapshot any more"
         return None
 
-    def _judged(self, engine_id: str, again: CommandResult, good: Good | None) -> Outcome:
+    def _judged(self, engine_id: str, again: CommandResult, good: Good | None, *, alike: bool) -> Outcome:
         """Who is at fault where an engine that is sound, as far as can be told, failed again."""
         if again.error is PinError.DISAGREES:
             if self._contestable():
@@ -192,7 +194,8 @@ class Pinner:
         if again.error is PinError.LABEL:  # what it calls what it holds is no doing of what it holds
             return self._engines_fault(engine_id, _told(again))
         # Unchanged, it may load nothing at all: the good one may be what it boots with, or held anyway.
-        weak = good is None or again.error is PinError.UNCHANGED or self.order.manifest.digest in self.fleet.proven
+        proven = self.order.manifest.digest in self.fleet.proven
+        weak = good is None or proven or not alike or again.error is PinError.UNCHANGED
         return Outcome(Verdict.SUSPECT if weak else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:

@@ -112,7 +112,10 @@ class SglangApi:
             raise EngineRefused(200, str(answer.get("message")))
 
     async def _idle(self, limit_s: float) -> None:
-        """Wait, not for long, until its scheduler has nothing at all; what there is then is ended with the update."""
+        """Wait, not for long, until its scheduler has nothing at all.
+
+        Where it does not come to that, or refuses to be asked, it is told to load all the same.
+        """
         wait_s = min(_IDLE_S, limit_s / 2)
         with contextlib.suppress(EngineRefused, EngineTimeout):
             await self._call("POST", f"/flush_cache?timeout={wait_s:g}", timeout_s=min(2 * _IDLE_S, limit_s))

@@ -110,7 +110,7 @@ def write_samples(path: Path, samples: Iterable[SampleView], *, former: Iterable
         _check_place(handle, path.parent)
         count = _write_in(handle, path.name, samples)
         for other in former:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # what can't be removed costs no result
                 os.unlink(other.name, dir_fd=handle)
         return count
     finally:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,12 +17,13 @@ import pytest
 from eval_service.contract.errors import ConfigError, InvalidRequest
 from eval_service.contract.results import AlarmKind
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.contract.wire import RunSpec
+from eval_service.contract.wire import RunSpec, SampleView
 from eval_service.engine.pin import SystemClock
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
 from eval_service.ledger.orders import Orders
 from eval_service.suites.kinds import LmEvalSuite
+from eval_service.suites.samples import write_samples
 from eval_service.suites.suite import check_served, load_suites
 from tests.support.controller_stand import Stand, said
 from tests.support.engine_model import make_model
@@ -76,6 +80,26 @@ async def test_a_function_evaluates_in_one_process_over_many_points_and_disposes
         assert sorted(noted(tmp_path, "evaluated")) == [1, 2, 3]  # in the order in which their checks ended
         assert len(noted(tmp_path, "made")) == 1 or noted(tmp_path, "disposed") != []
     assert sorted(noted(tmp_path, "made")) == sorted(noted(tmp_path, "disposed"))
+
+
+async def test_samples_that_the_ledger_never_knew_of_go_with_the_next_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is killed between the file and the ledger leaves the file."""
+    written: list[Path] = []
+
+    def killed(path: Path, samples: Iterable[SampleView], **more: Any) -> int:
+        count = write_samples(path, samples, **more)
+        written.append(path)
+        if len(written) == 1:
+            raise OSError(errno.EIO, "killed here")
+        return count
+
+    monkeypatch.setattr("eval_service.controller.foreign.write_samples", killed)
+    async with stand_of(tmp_path).running(engines=0) as stand:
+        [view] = await stand.until_ended(stand.dispatch("r", 1))
+        assert (view.state, view.attempts) == (PointState.DONE, 2)
+        assert [path for path in written if path.exists()] == [written[1]]
 
 
 async def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_point_has_a_new_process(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -59,7 +58,8 @@ class Bench:
 def verdict_of(*failures: PinError | None) -> tuple[Verdict, list[str], int]:
     """The verdict, what the engine was asked, and how many of the failures it did not come to."""
     bench = Bench(list(failures))
-    with patch.object(bench.fleet, "send", bench.answer):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
         verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 60))
     return verdict, bench.asked, len(bench.failures)
 
@@ -83,3 +83,8 @@ def test_failures_that_differ_from_try_to_try_are_the_engines_until_one_comes_ag
     """Each time something else went wrong: a sound snapshot must not end with it."""
     assert verdict_of(PinError.DIED, PinError.TIMEOUT, third, FINE)[0] is Verdict.PROVEN
     assert verdict_of(third, PinError.DIED, third, third)[2] == (1 if third is not PinError.UNAVAILABLE else 0)
+
+
+def test_where_no_failure_came_twice_an_engine_alone_does_not_tell_that_the_snapshot_is_to_blame() -> None:
+    seen = (PinError.DIED, PinError.TIMEOUT, PinError.CANARY, PinError.REFUSED)
+    assert verdict_of(*seen) == (Verdict.SUSPECT, ["new", "new", *PROOF, *PROOF], 0)

@@ -436,9 +436,8 @@ def test_a_deletion_under_way_is_over_when_the_controller_is_and_no_other_begins
             await asyncio.sleep(0.01)
         closing = asyncio.create_task(keeping.close())
         if ends:
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not closing.done()
+            ended, _ = await asyncio.wait({closing}, timeout=0.5)
+            assert not ended
             go_on.set()
         await closing
         assert [one.path.exists() for one in published] == [not ends, True, True]

@@ -194,3 +194,13 @@ def test_a_link_in_the_runs_directory_leads_no_sample_out_of_it(linked: str, tmp
     with pytest.raises(OSError, match="is a link"):
         write_samples(tmp_path / "root" / "run" / "evals" / "x.parquet", [_sample(1)])
     assert [path.name for path in outside.rglob("*")] == ["evals"]
+
+
+def test_files_of_former_attempts_go_with_the_new_one_and_one_that_can_not_be_removed_costs_nothing(
+    tmp_path: Path,
+) -> None:
+    left, odd, path = (tmp_path / "evals" / f"step_0-s-p-{attempt}.parquet" for attempt in (1, 2, 3))
+    write_samples(left, [_sample(1)])
+    odd.mkdir()
+    assert write_samples(path, [_sample(2)], former=[left, odd, tmp_path / "evals" / "none"]) == 1
+    assert sorted(path.parent.iterdir()) == [odd, path]
