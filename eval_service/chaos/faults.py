@@ -74,13 +74,14 @@ CUTS_THE_API = frozenset(
     {
         FaultKind.KILL_GATEWAY,
         FaultKind.STOP_GATEWAY,
-        FaultKind.STOP_CONTROLLER,
-        FaultKind.LOSE_LOCK,
         FaultKind.KILL_SERVICE,
         FaultKind.SERVICE_DISK_FULL,
     }
 )
-"""Faults during which a dispatch may go unanswered for a while; who is stopped within a write holds up all writes."""
+"""Faults during which, and for a while after which, a dispatch may go unanswered."""
+
+HOLDS_UP_WRITES = frozenset({FaultKind.STOP_CONTROLLER, FaultKind.LOSE_LOCK})
+"""Faults during which a dispatch may go unanswered: who is stopped within a write holds up all others."""
 
 CUTS_THE_CONTROLLER = frozenset(
     {

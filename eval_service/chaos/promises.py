@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from eval_service.chaos.evidence import Evidence, digests_of, directory_of, to_keep
-from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, FaultKind
+from eval_service.chaos.faults import CUTS_THE_API, CUTS_THE_CONTROLLER, HOLDS_UP_WRITES, FaultKind
 from eval_service.chaos.snapshots import BAD, Flaw
 from eval_service.chaos.watch import Outage
 from eval_service.chaos.world import SUITES
@@ -21,6 +21,7 @@ RECOVERY_S = 45.0
 """Within that a controller acts and a dispatch is answered again, after any fault but the whole service's death."""
 RESTART_S = 120.0
 _SHORT_S = 8.0  # an unanswered dispatch that needs no explanation: a machine so busy that Serve replaces the gateway
+_AROUND_S = 1.0  # between what a fault's own times say and what is seen of it
 _TOLD_AT_MOST = 5
 
 
@@ -222,10 +223,11 @@ def _dispatch_answered(evidence: Evidence) -> Iterator[str]:
 
 def unexplained(evidence: Evidence) -> Iterator[Outage]:
     """Times without an answer to a dispatch, and with no fault to the API that could have caused them."""
-    cuts = [done for done in evidence.faults if done.fault.kind in CUTS_THE_API]
+    after_s = dict.fromkeys(CUTS_THE_API, RECOVERY_S) | dict.fromkeys(HOLDS_UP_WRITES, _AROUND_S)
+    cuts = [(done, after_s[done.fault.kind]) for done in evidence.faults if done.fault.kind in after_s]
     for outage in evidence.seen.outages:
-        since, until = outage.since - RECOVERY_S, outage.until + 1.0
-        if not any(cut.began_at <= until and cut.ended_at >= since for cut in cuts):
+        until = outage.until + _AROUND_S
+        if not any(cut.began_at <= until and cut.ended_at + lasts_s >= outage.since for cut, lasts_s in cuts):
             yield outage
 
 
@@ -237,7 +239,8 @@ def _recovers(evidence: Evidence) -> Iterator[str]:
 
 def recoveries(evidence: Evidence) -> Iterator[Recovery]:
     """All of them; one fault upon another starts the time anew."""
-    spans = [(outage.since, outage.until, "dispatch was unanswered", CUTS_THE_API) for outage in evidence.seen.outages]
+    api = CUTS_THE_API | HOLDS_UP_WRITES
+    spans = [(outage.since, outage.until, "dispatch was unanswered", api) for outage in evidence.seen.outages]
     spans += [(*silence, "no controller acted", CUTS_THE_CONTROLLER) for silence in evidence.seen.silences]
     for since, until, what, kinds in spans:
         during = [done for done in evidence.faults if done.began_at <= until and done.ended_at >= since]

@@ -103,9 +103,7 @@ def _document(
         "served_refusals": evidence.served.refused,
         "slowest_dispatch_s": round(evidence.seen.slowest_s, 3),
         "longest_outage_s": round(_longest(evidence.seen.outages), 2),
-        "longest_unexplained_outage_s": round(
-            max((outage.lasted_s for outage in unexplained(evidence)), default=0.0), 2
-        ),
+        "longest_unexplained_outage_s": round(_longest(unexplained(evidence)), 2),
         "longest_silence_s": round(max((until - since for since, until in evidence.seen.silences), default=0.0), 2),
         "longest_recovery_s": round(max((one.took_s for one in recoveries(evidence)), default=0.0), 2),
         "longest_idle_beside_work_s": round(evidence.seen.idleness.longest_s, 2),

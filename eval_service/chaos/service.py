@@ -60,6 +60,7 @@ class Service:
                 assert self.child is not None
                 self.child.process.kill()
                 self.child.process.wait()
+                self.keep_ray_logs()  # the next start collects what this one left
 
     def _start_once(self, client: EvalClient) -> None:
         """Start it, and wait until a controller acts and the engines serve."""
@@ -90,6 +91,7 @@ class Service:
 
         if not wait_until(lambda: not left(), _DEAD_S):
             self.orphans += [f"{one} outlived the service" for one in left()]
+        self.keep_ray_logs()
         self.start(client)
         return True
 
@@ -117,7 +119,7 @@ class Service:
         """Beside its own, before they go with it: why a process of Ray's was late, or died, is told nowhere else."""
         for session in self.scratch.glob(_SESSIONS):
             if not session.is_symlink():  # `session_latest`
-                with suppress(OSError, shutil.Error):
+                with suppress(OSError):
                     into = self.world.logs / session.name
                     shutil.copytree(session / "logs", into, symlinks=True, dirs_exist_ok=True)
 

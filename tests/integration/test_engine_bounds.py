@@ -168,7 +168,7 @@ def test_neither_engines_nor_scorers_inherit_rays_token_or_anybodys_keys(
         monkeypatch.setenv(name, "do-not-tell")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     log = tmp_path / "engine.log"
-    others = set(psutil.Process().children())  # the session's own start and end processes whenever they like
+    others = set(psutil.Process().children())  # of fixtures, whose processes come and go
 
     async def body() -> None:
         server = await ServerProcess.start(_plan("import time; time.sleep(60)"), log=log)

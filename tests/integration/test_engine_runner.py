@@ -27,6 +27,7 @@ from tests.support.engine_link import TestLink
 from tests.support.engine_model import TinyModel, make_model
 from tests.support.processes import alive, tree
 
+# The health checks' period is nobody else's sleep: a clock tells them by it.
 TIMES = RunnerTimes(poll_timeout_s=5.0, backoff_s=0.05, health_period_s=0.125, hung_s=60.0)
 
 

@@ -42,7 +42,7 @@ class Api:
         self.ledger = ledger = Ledger(self.base, self.url)
         address = (self.proxy_host, 8710) if self.proxy_host else None
         self.services = Services(ledger.db, ledger.bounds, "1.2.3", self._wake, GROUPS, address, self.access)
-        self.services.storage = Storage(answer_s=60.0)  # this machine may be slow; storage that hangs is hung by tests
+        self.services.storage = Storage(answer_s=60.0)  # a machine may be slow; storage that hangs is hung by tests
         self.app: FastAPI = build_app(self.services, body_s=self.body_s)
 
     def _wake(self) -> None:

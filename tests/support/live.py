@@ -59,8 +59,8 @@ class _Patient(httpx.HTTPTransport):
 
 
 def lane(url: str) -> httpx.Client:
-    """A client of a lane that does as those do that people use: a proxy that has not been told of its lanes for a
-    while, as where the host is busy, says so (503, `Retry-After`) and is asked again."""
+    """A client of a lane that asks again, as people's clients do, where the proxy says that it was not told of its
+    lanes for a while (503, `Retry-After`)."""
     return httpx.Client(base_url=url, timeout=60.0, transport=_Patient())
 
 

@@ -245,6 +245,16 @@ def test_an_unanswered_dispatch_after_a_fault_to_the_api_needs_no_other_reason(s
     assert broken(replace(sound, seen=seen, faults=[Done(fault, True, 9.0, 15.0, "")])) == set()
 
 
+@pytest.mark.parametrize(("ended_at", "explained"), [(9.5, True), (8.0, False)])
+def test_a_stopped_controller_explains_an_unanswered_dispatch_only_while_it_is_stopped(
+    sound: Evidence, ended_at: float, explained: bool
+) -> None:
+    fault = Fault(0, FaultKind.STOP_CONTROLLER, 0, 0.0, 1, None, 0.0)
+    seen = Seen(probes=1, outages=[Outage(10.0, 20.0, "the ledger was busy")])
+    found = broken(replace(sound, seen=seen, faults=[Done(fault, True, 5.0, ended_at, "")]))
+    assert found == (set() if explained else {ANSWERED})
+
+
 def test_a_second_fault_before_the_recovery_from_the_first_starts_the_time_anew(sound: Evidence) -> None:
     kills = [Fault(number, FaultKind.KILL_CONTROLLER, 0, 0.0, 1, None, 0.0) for number in range(2)]
     seen = Seen(probes=1, silences=[(0.0, RECOVERY_S + 20.0)])

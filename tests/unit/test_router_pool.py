@@ -36,7 +36,7 @@ def _none_left(router: Router) -> bool:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle connection does not get too old, however long this machine pauses."""
+    """An idle connection does not get too old, however long a machine pauses."""
     monkeypatch.setattr("router.transport._KEEPALIVE_S", 600.0)
 
 
