@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,17 +14,17 @@ import pytest
 from eval_service.contract.errors import ConfigError, InvalidRequest
 from eval_service.contract.results import AlarmKind
 from eval_service.contract.states import PinProof, PointState, Reason
-from eval_service.contract.wire import RunSpec, SampleView
+from eval_service.contract.wire import RunSpec
 from eval_service.engine.pin import SystemClock
 from eval_service.engine.server import BootOptions
 from eval_service.fleet_config import GroupConfig
 from eval_service.ledger.orders import Orders
 from eval_service.suites.kinds import LmEvalSuite
-from eval_service.suites.samples import write_samples
 from eval_service.suites.suite import check_served, load_suites
 from tests.support.controller_stand import Stand, said
 from tests.support.engine_model import make_model
 from tests.support.inner_engine import boot_inner
+from tests.support.lost_samples import killed_once_written
 from tests.support.processes import alive
 
 pytestmark = pytest.mark.anyio
@@ -87,15 +84,7 @@ async def test_samples_that_the_ledger_never_knew_of_go_with_the_next_attempts(
 ) -> None:
     """A controller that is killed between the file and the ledger leaves the file."""
     written: list[Path] = []
-
-    def killed(path: Path, samples: Iterable[SampleView], **more: Any) -> int:
-        count = write_samples(path, samples, **more)
-        written.append(path)
-        if len(written) == 1:
-            raise OSError(errno.EIO, "killed here")
-        return count
-
-    monkeypatch.setattr("eval_service.controller.foreign.write_samples", killed)
+    monkeypatch.setattr("eval_service.controller.foreign.write_samples", killed_once_written(written))
     async with stand_of(tmp_path).running(engines=0) as stand:
         [view] = await stand.until_ended(stand.dispatch("r", 1))
         assert (view.state, view.attempts) == (PointState.DONE, 2)

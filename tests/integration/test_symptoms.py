@@ -28,6 +28,7 @@ from eval_service.suites.samples import write_samples
 from tests.support.bounded import go
 from tests.support.controller_stand import SUITE, Stand
 from tests.support.engine_model import make_model
+from tests.support.lost_samples import killed_once_written
 
 
 @pytest.fixture
@@ -261,15 +262,7 @@ def test_samples_that_the_ledger_never_knew_of_go_with_the_next_attempts(
 ) -> None:
     """A controller that is killed between the file and the ledger leaves the file."""
     written: list[Path] = []
-
-    def killed(path: Path, samples: Iterable[SampleView], **more: Any) -> int:
-        count = write_samples(path, samples, **more)
-        written.append(path)
-        if len(written) == 1:
-            raise OSError(errno.EIO, "killed here")
-        return count
-
-    monkeypatch.setattr("eval_service.controller.recording.write_samples", killed)
+    monkeypatch.setattr("eval_service.controller.recording.write_samples", killed_once_written(written))
 
     async def body() -> None:
         async with stand.running(1):
