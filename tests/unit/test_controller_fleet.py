@@ -132,6 +132,23 @@ def test_a_command_that_nobody_waits_for_is_taken_back_only_while_nobody_can_hav
     go(body)
 
 
+@pytest.mark.parametrize("nonce", [None, "n2"])
+def test_what_an_engine_was_proven_to_hold_is_gone_with_its_boot(bench: Bench, nonce: str | None) -> None:
+    async def body() -> None:
+        order: Any = object()
+        await bench.poll()
+        pin = bench.fleet.send("e", CommandKind.PIN, order)
+        command = await bench.poll()
+        assert command is not None
+        await bench.poll(results=(CommandResult(command.id, ok=True),))
+        assert (await pin).ok
+        assert bench.fleet.engines["e"].pinned is order
+        await bench.poll(nonce=nonce, state=EngineState.RESTARTING)
+        assert bench.fleet.engines["e"].pinned is None
+
+    go(body)
+
+
 def test_a_new_nonce_ends_pins_under_way_and_restarts_go_on(bench: Bench) -> None:
     async def body() -> None:
         await bench.poll()
