@@ -67,7 +67,7 @@ class Canary(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dtype: str = Field(description="of the forward pass: float32 or bfloat16; it picks the tolerance")
+    dtype: str = Field(description="of the forward pass: float32 or bfloat16; the bounds are of it")
     token_ids: tuple[tuple[int, ...], ...] = Field(min_length=1)
     logprobs: tuple[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], ...]
 

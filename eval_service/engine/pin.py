@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import xxhash
 
 from eval_service.admission.place import check_inside, resolve
-from eval_service.contract.canary import canary_token_ids, canary_tolerance
+from eval_service.contract.canary import canary_token_ids, compare_canary
 from eval_service.contract.errors import SnapshotUnsafe
 from eval_service.contract.manifest import Canary, Manifest
 from eval_service.engine.errors import EngineError, EngineRefused, EngineTimeout
@@ -156,14 +155,11 @@ class Pinner:
 
     async def _canary_diff(self, canary: Canary, deadline: float, known: _Seen) -> float:
         self._check_range(canary.token_ids)
-        tolerance = canary_tolerance(canary.logprobs, canary.dtype, self._facts.dtype)
         seen = [await self._logprobs(row, deadline, known) for row in canary.token_ids]
-        diff = mean_abs_diff(canary.logprobs, seen)
-        if not diff <= tolerance:
-            raise PinFailed(
-                PinError.CANARY, f"log-probs differ by {diff:.3g} nats on average; at most {tolerance:.3g} is right"
-            )
-        return diff
+        agreement = compare_canary(canary.logprobs, seen, canary.dtype, self._facts.dtype)
+        if not agreement.ok:
+            raise PinFailed(PinError.CANARY, str(agreement))
+        return agreement.mean
 
     def _check_range(self, rows: Sequence[Sequence[int]]) -> None:
         """A token id at or over the vocabulary's size would end the server."""
@@ -247,15 +243,6 @@ def check_place(order: PinOrder) -> None:
                 raise PinFailed(PinError.REFUSED, f"{entry.name} is a link that leads out of {root}")
     except SnapshotUnsafe as exc:
         raise PinFailed(PinError.REFUSED, exc.message) from exc
-
-
-def mean_abs_diff(wanted: Sequence[Sequence[float]], seen: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference over all entries; infinite where shapes differ, there is none, or one is not finite."""
-    if [len(row) for row in wanted] != [len(row) for row in seen]:
-        return math.inf
-    diffs = [abs(a - b) for left, right in zip(wanted, seen, strict=True) for a, b in zip(left, right, strict=True)]
-    total = math.fsum(diffs) if all(math.isfinite(diff) for diff in diffs) else math.inf
-    return total / len(diffs) if diffs else math.inf
 
 
 def hash_logprobs(rows: Sequence[Sequence[float]]) -> str:

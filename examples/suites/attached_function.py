@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from eval_service.contract.canary import canary_tolerance
+from eval_service.contract.canary import compare_canary
 from eval_service.functions import EvalContext, EvalSkip
 
 
@@ -82,15 +82,15 @@ class Attached:
         if context.canary is None:
             context.pinned(version, "unproven")
             return
-        differences = []
-        for ids, expected in zip(context.canary["token_ids"], context.canary["logprobs"], strict=True):
+        seen = []
+        for ids in context.canary["token_ids"]:
             sampling = {"max_new_tokens": 1, "temperature": 0.0}
             body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
             rows = self._post("/generate", body)["meta_info"]["input_token_logprobs"][1:]
-            differences += [abs(row[0] - value) for row, value in zip(rows, expected, strict=True)]
-        difference = sum(differences) / len(differences)
-        if not difference <= canary_tolerance(context.canary["logprobs"], context.canary["dtype"]):
-            raise RuntimeError(f"the canary's log-probs differ by {difference:.3g} nats: it holds other weights")
+            seen.append([row[0] for row in rows])
+        agreement = compare_canary(context.canary["logprobs"], seen, context.canary["dtype"])
+        if not agreement.ok:
+            raise RuntimeError(f"it holds other weights: {agreement}")
         context.pinned(version, "canary")
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:

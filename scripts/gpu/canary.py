@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,56 +90,54 @@ def _wait_for(marker: Path) -> None:
 
 
 async def _held_against(server: Any, snapshot: Path, following: list[Path]) -> dict[str, Any]:
-    from eval_service.contract.canary import canary_tolerance, spread
     from eval_service.contract.manifest import read_manifest
-    from eval_service.engine.pin import mean_abs_diff
 
     manifest = read_manifest(snapshot)
-    canary = manifest.canary
-    assert canary is not None
-    seen = await _logprobs(server, snapshot, canary)
-    pairs = [(a, b) for one, other in zip(canary.logprobs, seen, strict=True) for a, b in zip(one, other, strict=True)]
-    told = {
-        "step": manifest.step,
-        "dtype": canary.dtype,
-        "mean_logprob": sum(a for a, _ in pairs) / len(pairs),
-        "spread": spread(canary.logprobs),
-        "tolerance": canary_tolerance(canary.logprobs, canary.dtype),
-        "diff": mean_abs_diff(canary.logprobs, seen),
-        "diff_max": max(abs(a - b) for a, b in pairs),
-        "diff_signed": sum(b - a for a, b in pairs) / len(pairs),
-        "logprobs": [[round(a, 5), round(b, 5)] for a, b in pairs],  # the trainer's, the engine's
-    }
+    assert manifest.canary is not None
+    seen = await _logprobs(server, snapshot, manifest.canary)
+    told = {"step": manifest.step, "dtype": manifest.canary.dtype, **_compared(manifest.canary, seen)}
     for other in following:
         wanted = read_manifest(other)
         assert wanted.canary is not None
-        told["diff_from_the_next"] = mean_abs_diff(wanted.canary.logprobs, seen)
-        told["next"] = wanted.step
-        told["tolerance_of_the_next"] = canary_tolerance(wanted.canary.logprobs, wanted.canary.dtype)
+        told |= {"next": wanted.step, "from_the_next": _compared(wanted.canary, seen, pairs=False)}
     return told
 
 
-async def _faults(server: Any, snapshot: Path, work: Path) -> dict[str, float]:
+def _compared(canary: Any, seen: list[list[float]], *, pairs: bool = True) -> dict[str, Any]:
+    """The agreement, with each log-prob, the trainer's and the engine's."""
+    from eval_service.contract.canary import compare_canary
+
+    both = [(a, b) for one, other in zip(canary.logprobs, seen, strict=True) for a, b in zip(one, other, strict=True)]
+    told = asdict(compare_canary(canary.logprobs, seen, canary.dtype))
+    told |= {"mean_logprob": sum(a for a, _ in both) / len(both), "largest": max(abs(a - b) for a, b in both)}
+    return told | ({"logprobs": [[round(a, 5), round(b, 5)] for a, b in both]} if pairs else {})
+
+
+async def _faults(server: Any, snapshot: Path, work: Path) -> dict[str, Any]:
     """Tensors swapped, scaled, zero, in another order: each against the canary of the whole."""
     from eval_service.contract.manifest import read_manifest
-    from eval_service.engine.pin import mean_abs_diff
     from scripts.gpu.measure import changed
 
     canary = read_manifest(snapshot).canary
     assert canary is not None
+    heads = json.loads((snapshot / "config.json").read_text())["num_attention_heads"]
     first, second = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1))
     query = "model.layers.1.self_attn.q_proj.weight"
     faults: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "two_tensors_swapped": lambda t: {**t, first: t[second].clone(), second: t[first].clone()},
-        "a_layers_query_heads_reversed": lambda t: {**t, query: t[query].flip(0).contiguous()},
+        "a_layers_query_heads_reversed": lambda t: {
+            **t,
+            query: t[query].unflatten(0, (heads, -1)).flip(0).flatten(0, 1).contiguous(),
+        },
+        "a_layers_query_rows_reversed": lambda t: {**t, query: t[query].flip(0).contiguous()},
         "one_tensor_a_hundredth_larger": lambda t: {**t, first: t[first] * 1.01},
         "one_tensor_zero": lambda t: {**t, second: t[second] * 0},
     }
     told = {}
     for name, change in faults.items():
         changed(snapshot, work / f"canary-{name}", change)
-        told[name] = mean_abs_diff(canary.logprobs, await _logprobs(server, work / f"canary-{name}", canary))
-    told["none"] = mean_abs_diff(canary.logprobs, await _logprobs(server, snapshot, canary))
+        told[name] = _compared(canary, await _logprobs(server, work / f"canary-{name}", canary))
+    told["none"] = _compared(canary, await _logprobs(server, snapshot, canary), pairs=False)
     return told
 
 

@@ -121,7 +121,7 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, bool]:
         wanted[f"tokens/s >= {MIN_SPEED} x N x one engine"] = (speed.get("share_of_one_times_n") or 0.0) >= MIN_SPEED
     if fleet := found.get("fleet"):
         happened = {event["what"] for event in fleet.get("happened", ())}
-        if found.get("plan", {}).get("engines", 1) > 1:
+        if found["plan"]["engines"] > 1:
             wanted["an engine killed, the fleet scaled down and up"] = {
                 "killed",
                 "scaled down",

@@ -269,9 +269,8 @@ def _field_names(kind: Any) -> set[str]:
 
 async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[str, float | None]:
     """Mean absolute difference of log-probs, in nats, from the canary of `second`."""
-    from eval_service.contract.canary import canary_tolerance
+    from eval_service.contract.canary import compare_canary
     from eval_service.contract.manifest import read_manifest
-    from eval_service.engine.pin import mean_abs_diff
 
     canary = read_manifest(second).canary
     assert canary is not None
@@ -281,7 +280,7 @@ async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[st
             await server.api.abort_all(timeout_s=30.0)  # SGLang ends itself if it can't flush its cache
             await server.api.update_weights_from_disk(str(snapshot), snapshot.name, timeout_s=120.0)
         seen = [await server.api.input_logprobs(row, timeout_s=60.0) for row in canary.token_ids]
-        return mean_abs_diff(canary.logprobs, seen)
+        return compare_canary(canary.logprobs, seen, canary.dtype).mean
 
     names = list(tensors_of(second))
     dropped = "model.layers.1.mlp.down_proj.weight"
@@ -289,7 +288,9 @@ async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[st
     assert dropped in names
     changed(second, work / "dropped", lambda tensors: {k: v for k, v in tensors.items() if k != dropped})
     changed(second, work / "swapped", lambda tensors: {**tensors, **_swap(tensors, *swapped)})
-    result: dict[str, float | None] = {"tolerance": canary_tolerance(canary.logprobs, canary.dtype)}
+    result: dict[str, float | None] = {
+        "tolerance": compare_canary(canary.logprobs, canary.logprobs, canary.dtype).mean_bound
+    }
     result["same_weights"] = await diff([second])
     result["one_step_off"] = await diff([first])
     result["two_tensors_swapped"] = await diff([work / "swapped"])
