@@ -20,17 +20,12 @@ from typing import Any, Protocol
 import xxhash
 
 from eval_service.admission.place import check_inside, resolve
-from eval_service.contract.canary import canary_token_ids
+from eval_service.contract.canary import canary_token_ids, canary_tolerance
 from eval_service.contract.errors import SnapshotUnsafe
 from eval_service.contract.manifest import Canary, Manifest
 from eval_service.engine.errors import EngineError, EngineRefused, EngineTimeout
 from eval_service.engine.protocol import PinError, PinEvidence, PinOrder
 
-# Mean absolute difference of log-probs, in nats, between the trainer's forward pass and the engine's. Measured: in
-# float32 the same weights differ by at most 5e-7 and weights moved by 1e-5 by 1.2e-4; in bfloat16 the same weights
-# differ by 0.0064 and weights moved by 1e-3 by 0.124. Each bound lies between, well clear of both.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}
-_LOOSEST = "bfloat16"
 _LOOK_S = 0.1
 _SERVERS_FAULT = 500  # from this HTTP status on the request is not what was wrong
 _Seen = dict[tuple[int, ...], list[float]]  # log-probs of sequences, as the engine gave them since it loaded
@@ -161,12 +156,12 @@ class Pinner:
 
     async def _canary_diff(self, canary: Canary, deadline: float, known: _Seen) -> float:
         self._check_range(canary.token_ids)
-        tolerance = max(_tolerance(canary.dtype), _tolerance(self._facts.dtype))
+        tolerance = canary_tolerance(canary.logprobs, canary.dtype, self._facts.dtype)
         seen = [await self._logprobs(row, deadline, known) for row in canary.token_ids]
         diff = mean_abs_diff(canary.logprobs, seen)
         if not diff <= tolerance:
             raise PinFailed(
-                PinError.CANARY, f"log-probs differ by {diff:.3g} nats on average; at most {tolerance:g} is right"
+                PinError.CANARY, f"log-probs differ by {diff:.3g} nats on average; at most {tolerance:.3g} is right"
             )
         return diff
 
@@ -269,7 +264,3 @@ def hash_logprobs(rows: Sequence[Sequence[float]]) -> str:
     for row in rows:
         state.update(struct.pack(f"<{len(row)}d", *row))
     return state.hexdigest()
-
-
-def _tolerance(dtype: str) -> float:
-    return TOLERANCE.get(dtype.removeprefix("torch."), TOLERANCE[_LOOSEST])

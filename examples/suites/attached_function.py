@@ -13,9 +13,8 @@ from typing import Any
 
 import httpx
 
+from eval_service.contract.canary import canary_tolerance
 from eval_service.functions import EvalContext, EvalSkip
-
-TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}  # nats on average, as the service's own pins
 
 
 class Attached:
@@ -90,7 +89,7 @@ class Attached:
             rows = self._post("/generate", body)["meta_info"]["input_token_logprobs"][1:]
             differences += [abs(row[0] - value) for row, value in zip(rows, expected, strict=True)]
         difference = sum(differences) / len(differences)
-        if not difference <= TOLERANCE.get(context.canary["dtype"], 0.03):
+        if not difference <= canary_tolerance(context.canary["logprobs"], context.canary["dtype"]):
             raise RuntimeError(f"the canary's log-probs differ by {difference:.3g} nats: it holds other weights")
         context.pinned(version, "canary")
 

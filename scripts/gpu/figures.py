@@ -121,7 +121,14 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, bool]:
         wanted[f"tokens/s >= {MIN_SPEED} x N x one engine"] = (speed.get("share_of_one_times_n") or 0.0) >= MIN_SPEED
     if fleet := found.get("fleet"):
         happened = {event["what"] for event in fleet.get("happened", ())}
-        wanted["an engine killed, the fleet scaled down and up"] = {"killed", "scaled down", "scaled up"} <= happened
+        if found.get("plan", {}).get("engines", 1) > 1:
+            wanted["an engine killed, the fleet scaled down and up"] = {
+                "killed",
+                "scaled down",
+                "scaled up",
+            } <= happened
+        else:  # one engine alone can't be scaled down while points run
+            wanted["the engine killed, and back"] = {"killed", "the killed engine is back"} <= happened
         wanted["several points in flight"] = (fleet.get("looks") or {}).get("points_in_flight_max", 0) > 1
     if tensor := found.get("tp"):
         wanted["export of untrained weights equal bit by bit"] = bool(tensor.get("untrained_equal"))

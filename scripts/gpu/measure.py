@@ -13,6 +13,7 @@
    against the same one uninterrupted: losses, what each save waited for and took behind, steps beside it.
 6. `eval`, with `--only eval` alone: benchmarks/eval.py: tokens per second of a point against the same requests sent to
    the engine by hand, 2,000 samples of 128 tokens; scorers that wait; the controller's memory.
+7. `canary`, with `--only canary` alone: canary.py: canaries of a model that learns, in bfloat16, against an engine's.
 
 With `--two` the run trains on the first GPU and the fleet has the second, and afterwards trains the same without any
 evaluation: what a point costs the step. `--points` is how many points there are after the baseline (default 2).
@@ -39,6 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.gpu.canary import measure_canary
 from scripts.gpu.figures import loss_figures
 from scripts.gpu.inputs import GPU_OVERRIDES, RUN, build_apart
 from scripts.gpu.processes import Clock, Process, engine_log, environment, free_port, say, versions, wait_for_engines
@@ -267,8 +269,9 @@ def _field_names(kind: Any) -> set[str]:
 
 async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[str, float | None]:
     """Mean absolute difference of log-probs, in nats, from the canary of `second`."""
+    from eval_service.contract.canary import canary_tolerance
     from eval_service.contract.manifest import read_manifest
-    from eval_service.engine.pin import TOLERANCE, mean_abs_diff
+    from eval_service.engine.pin import mean_abs_diff
 
     canary = read_manifest(second).canary
     assert canary is not None
@@ -286,7 +289,7 @@ async def _canary(server: Any, first: Path, second: Path, work: Path) -> dict[st
     assert dropped in names
     changed(second, work / "dropped", lambda tensors: {k: v for k, v in tensors.items() if k != dropped})
     changed(second, work / "swapped", lambda tensors: {**tensors, **_swap(tensors, *swapped)})
-    result: dict[str, float | None] = {"tolerance": TOLERANCE.get(canary.dtype)}
+    result: dict[str, float | None] = {"tolerance": canary_tolerance(canary.logprobs, canary.dtype)}
     result["same_weights"] = await diff([second])
     result["one_step_off"] = await diff([first])
     result["two_tensors_swapped"] = await diff([work / "swapped"])
@@ -483,6 +486,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "offload": lambda found: part_offload(work, clock, plan, found, keep),
         "resume": lambda found: part_resume(work, clock, plan, found, keep),
         "eval": lambda _: part_eval(work, clock, args.tiny),
+        "canary": lambda _: measure_canary(work, clock, plan, start_training),
     }
     for name in ("versions", "inputs", *args.only.split(",")):
         say(name)

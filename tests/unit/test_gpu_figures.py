@@ -117,10 +117,18 @@ def part(**changes: Any) -> dict[str, Any]:
     ({"looks": {"points_in_flight_max": 1}}, "several points in flight"),
 ])  # fmt: skip
 def test_a_target_that_is_missed_is_told(changes: dict[str, Any], missed: str | None) -> None:
-    found = {"fleet": part(**changes), "throughput": {"share_of_one_times_n": 0.93}}
+    plan = {"engines": 2}
+    found = {"plan": plan, "fleet": part(**changes), "throughput": {"share_of_one_times_n": 0.93}}
     wrong = [name for name, reached in verdicts(found).items() if not reached]
     assert len(wrong) == (missed is not None)
     assert all(name.startswith(missed or "") for name in wrong)
+
+
+def test_a_fleet_of_one_engine_is_killed_and_back_and_not_scaled() -> None:
+    happened = [{"what": "killed"}, {"what": "the killed engine is back"}]
+    found = {"plan": {"engines": 1}, "fleet": part(happened=happened)}
+    assert all(verdicts(found).values())
+    assert not all(verdicts(found | {"fleet": part(happened=happened[:1])}).values())
 
 
 def test_two_ranks_are_held_against_one_and_equal_losses_are_no_failure() -> None:
