@@ -67,6 +67,17 @@ KNOBS = frozenset(
 )
 """Faults that a fake engine brings about when told to."""
 
+SPOILS_PINS = frozenset(
+    {
+        FaultKind.KILL_ENGINE,
+        FaultKind.STOP_ENGINE,
+        FaultKind.KILL_SUPERVISOR,
+        FaultKind.STOP_REPLICA,
+        *(KNOBS - {FaultKind.STALE_SAMPLES}),
+    }
+)
+"""Faults of which a pin may fail, so that they can make a sound snapshot look bad (chaos/sparing.py)."""
+
 TO_THE_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY})
 """Faults during which a served point may go unanswered for a while."""
 

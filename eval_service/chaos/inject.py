@@ -1,25 +1,29 @@
 """Does the faults to the service, a few at a time, and sees each of them land.
 
-A fault that did not land (its victim had died, a knob was never felt) is tried again on another victim.
+A fault that did not land (its victim had died, a knob was never felt) is tried again on another victim. Which engine a
+fault may spoil now is chaos/sparing.py's to say: it takes another one, or waits in turn.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import psutil
 
-from eval_service.chaos.faults import KNOBS, Fault, FaultKind
+from eval_service.chaos.faults import KNOBS, SPOILS_PINS, Fault, FaultKind
+from eval_service.chaos.knobs import Knob
 from eval_service.chaos.records import Records
 from eval_service.chaos.service import Service
-from eval_service.chaos.victims import Part, Victims, alive, holders
+from eval_service.chaos.sparing import Sparing, Spoiling
+from eval_service.chaos.victims import Part, Victims, alive, holders, replica_of
 from eval_service.chaos.watch import wait_until
 from eval_service.contract.client import EvalClient
 
@@ -74,6 +78,14 @@ class Injector:
     done: list[Done] = field(default_factory=list)
     _alone: threading.Lock = field(default_factory=threading.Lock)
     _controller: threading.Lock = field(default_factory=threading.Lock)
+    _ended: dict[int, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))  # by its number
+    _sparing: Sparing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sparing = Sparing(self._open_attempts)
+
+    def _open_attempts(self) -> frozenset[tuple[str, int]] | None:
+        return self.records.open_attempts()
 
     def run(self, faults: list[Fault]) -> None:
         """Do all of them; what did not land is done again after the rest, when there is work again for it to spoil."""
@@ -97,10 +109,13 @@ class Injector:
         landed, detail = False, ""
         for number in range(TRIES):
             other = replace(fault, pick=(fault.pick + number / TRIES) % 1.0)
+            self._ended[fault.number] = threading.Event()
             try:
                 landed, detail = self._do(other)
             except Exception as exc:  # noqa: BLE001 - a task's edge: told, and tried again
                 detail = f"{type(exc).__name__}: {exc}"
+            finally:
+                self._ended[fault.number].set()
             if landed:
                 break
         self.done.append(Done(fault, landed, began_at, time.time(), detail))
@@ -124,20 +139,35 @@ class Injector:
 
     def _victim(self, fault: Fault, part: Part, *, to_replace: bool = False) -> psutil.Process | None:
         """One of a part. `to_replace`: one that Serve will replace, and of controllers the one that has the lock."""
-        found: list[psutil.Process] = []
+        chosen: list[psutil.Process] = []
 
         def look() -> bool:
             stopped = list(self.victims.stopped)
-            found[:] = [process for process in self.victims.find(part) if process not in stopped]
+            found = [process for process in self.victims.find(part) if process not in stopped]
             if to_replace:
                 able = self.service.started()
                 if part is Part.CONTROLLER:
                     able &= holders(self.service.world.lock)
-                found[:] = [process for process in found if process.pid in able]
-            return bool(found)
+                found = [process for process in found if process.pid in able]
+            first = int(fault.pick * len(found))
+            in_turn = (process for process in found[first:] + found[:first] if self._may_hit(fault, process))
+            chosen[:] = islice(in_turn, 1)
+            return bool(chosen)
 
         wait_until(look, _SUCCESSOR_S)
-        return found[int(fault.pick * len(found))] if found else None
+        return chosen[0] if chosen else None
+
+    def _may_hit(self, fault: Fault, process: psutil.Process) -> bool:
+        """Whether a process may be killed or stopped now, by this try at the fault, with which it is over."""
+        return self._may_spoil(fault, process, self._ended[fault.number].is_set, lambda: True)
+
+    def _may_spoil(
+        self, fault: Fault, process: psutil.Process, over: Callable[[], bool], felt: Callable[[], bool]
+    ) -> bool:
+        if fault.kind not in SPOILS_PINS:
+            return True
+        replica = replica_of(process)
+        return replica is not None and self._sparing.grant(Spoiling(fault.kind, replica, over, felt))
 
     def _kill(self, fault: Fault, part: Part) -> tuple[bool, str]:
         victim = self._victim(fault, part)
@@ -180,35 +210,25 @@ class Injector:
     # --- knobs
 
     def _turn(self, fault: Fault) -> tuple[bool, str]:
-        """Every engine is told; the first one that feels it is the victim, and the others are told that it is off."""
-        if self._victim(fault, Part.ENGINE) is None:
+        """Every engine that may be is told; the victim is who feels it first; then it is off for the others."""
+        told: list[Knob] = []
+
+        def tell() -> bool:
+            knobs = [Knob(self.service.world.orders, process, fault) for process in self.victims.find(Part.ENGINE)]
+            told[:] = [one for one in knobs if self._may_spoil(fault, one.process, one.over, one.bitten)]
+            for knob in told:
+                knob.on()
+            return bool(told)
+
+        if not wait_until(tell, _SUCCESSOR_S):
             return False, "no engine"
-        knob, value = _knob(fault)
-        before = {process.pid: self._felt(process.pid, knob) for process in self.victims.find(Part.ENGINE)}
-        for pid in before:
-            self._order(fault, pid, knob=knob, value=value, times=fault.times)
-        felt: list[int] = []
-
-        def look() -> bool:
-            felt[:] = [pid for pid, count in before.items() if self._felt(pid, knob) > count]
-            return bool(felt)
-
-        wait_until(look, _FELT_S)
-        for pid in before.keys() - set(felt):
-            self._order(fault, pid, knob=knob, value=value, times=0)
-        return bool(felt), f"pid {', '.join(map(str, felt))}, {fault.times} times" if felt else "no engine felt it"
-
-    def _order(self, fault: Fault, pid: int, **order: object) -> None:
-        path = self.service.world.orders / f"{pid}-{fault.number}.json"
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(order))
-        beside.replace(path)
-
-    def _felt(self, pid: int, knob: str) -> int:
-        try:
-            return (self.service.world.orders / f"{pid}.felt").read_text().split().count(knob)
-        except FileNotFoundError:
-            return 0
+        wait_until(lambda: any(knob.bitten() for knob in told), _FELT_S)
+        felt = [knob for knob in told if knob.bitten()]
+        for knob in told:
+            if knob not in felt:
+                knob.off()
+        pids = ", ".join(str(knob.process.pid) for knob in felt)
+        return bool(felt), f"pid {pids}, {fault.times} times" if felt else "no engine felt it"
 
     # --- the service's own disk
 
@@ -233,9 +253,3 @@ def _limit(process: psutil.Process, size: int) -> None:
     with suppress(psutil.Error):
         _, hard = process.rlimit(resource.RLIMIT_FSIZE)
         process.rlimit(resource.RLIMIT_FSIZE, (size, hard))
-
-
-def _knob(fault: Fault) -> tuple[str, bool | float]:
-    if fault.kind is FaultKind.SLOW_GENERATION:
-        return "latency_s", round(2.0 + 4.0 * fault.variant, 2)
-    return fault.kind.value, True

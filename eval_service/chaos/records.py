@@ -80,6 +80,14 @@ class Records:
             ),
         )
 
+    def open_attempts(self) -> frozenset[tuple[str, int]] | None:
+        """Attempts that have not ended, each as point and number."""
+        try:
+            rows = self._read(select(attempts.c.point, attempts.c.number).where(attempts.c.ended_at.is_(None)))
+        except DBAPIError:
+            return None
+        return frozenset((row["point"], row["number"]) for row in rows)
+
     def in_use(self) -> dict[str, str]:
         """The directories of snapshots that an open point needs, with the point."""
         query = select(points.c.id, snapshots.c.path).join(snapshots, snapshots.c.id == points.c.snapshot_id)
@@ -105,10 +113,13 @@ class Records:
 
     def _rows(self, query: Any) -> Sequence[RowMapping]:
         try:
-            with self._engine.connect() as connection:
-                return connection.execute(query).mappings().all()
+            return self._read(query)
         except DBAPIError:
             return []
+
+    def _read(self, query: Any) -> Sequence[RowMapping]:
+        with self._engine.connect() as connection:
+            return connection.execute(query).mappings().all()
 
     def close(self) -> None:
         """Close the connections."""

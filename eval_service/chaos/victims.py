@@ -75,6 +75,14 @@ def alive(process: psutil.Process) -> bool:
     return _status(process) not in (None, *_GONE) and bool(process.is_running())
 
 
+def replica_of(process: psutil.Process) -> int | None:
+    """The engine's replica that a supervisor or a server is of, or that it is itself; None: it is gone, or of none."""
+    with suppress(psutil.Error):
+        found = [one.pid for one in (process, *process.parents()) if Part.REPLICA in _command(one)]
+        return found[0] if found else None
+    return None
+
+
 def holders(lock: Path) -> set[int]:
     """The processes that hold a lock on a file, as the kernel has it."""
     try:

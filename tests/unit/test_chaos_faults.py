@@ -29,6 +29,12 @@ def test_forty_faults_have_every_kind_but_the_one_that_takes_a_minute_and_two_hu
     assert many.count(FaultKind.KILL_SERVICE) <= 3
 
 
+@given(seed=st.integers(0, 10_000), kinds=st.lists(st.sampled_from(sorted(KNOBS)), unique=True, min_size=1))
+def test_every_kind_comes_before_any_comes_again(seed: int, kinds: list[FaultKind]) -> None:
+    came = [fault.kind for fault in plan_faults(seed, 3 * len(kinds), runs=3, kinds=kinds)]
+    assert all(set(came[at : at + len(kinds)]) == set(kinds) for at in range(0, len(came), len(kinds)))
+
+
 def test_only_the_kinds_that_were_asked_for_come() -> None:
     faults = plan_faults(0, 5, runs=1, kinds=(FaultKind.LOSE_LOCK, FaultKind.KILL_SERVICE))
     assert {fault.kind for fault in faults} == {FaultKind.LOSE_LOCK, FaultKind.KILL_SERVICE}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from eval_service.chaos.faults import SPOILS_PINS, FaultKind
+from eval_service.chaos.sparing import MOST
 from eval_service.contract.wire import EngineState
 from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
@@ -88,3 +91,52 @@ def test_failures_that_differ_from_try_to_try_are_the_engines_until_one_comes_ag
 def test_where_no_failure_came_twice_an_engine_alone_does_not_tell_that_the_snapshot_is_to_blame() -> None:
     seen = (PinError.DIED, PinError.TIMEOUT, PinError.CANARY, PinError.REFUSED)
     assert verdict_of(*seen) == (Verdict.SUSPECT, ["new", "new", *PROOF, *PROOF], 0)
+
+
+# What faults of the chaos kit do to a pin; one that ends with the engine's process fails both tries or one proof.
+FAILS_AS = {
+    FaultKind.REFUSE_UPDATE: (PinError.REFUSED,),
+    FaultKind.WRONG_WEIGHTS: (PinError.UNCHANGED, PinError.CANARY),
+    FaultKind.STALE_LABEL: (PinError.LABEL,),
+    FaultKind.UNAVAILABLE: (PinError.UNAVAILABLE,),
+    FaultKind.HANG: (PinError.TIMEOUT,),
+    FaultKind.SLOW_GENERATION: (PinError.TIMEOUT,),
+    FaultKind.STOP_ENGINE: (PinError.TIMEOUT,),
+    FaultKind.STOP_REPLICA: (PinError.DIED,),
+    FaultKind.DIE_ON_UPDATE: (PinError.DIED,),
+    FaultKind.KILL_ENGINE: (PinError.DIED,),
+    FaultKind.KILL_SUPERVISOR: (PinError.DIED,),
+}
+BOOTS = ((0, 1), (2,), (3,))  # of two tries and two proofs
+
+
+def test_as_many_faults_of_different_kinds_as_an_engine_is_given_within_an_attempt_blame_no_sound_snapshot() -> None:
+    assert set(FAILS_AS) == SPOILS_PINS
+    seen = {
+        tuple(errors)
+        for kinds in permutations(FAILS_AS, MOST)
+        for boots in product(BOOTS, repeat=MOST)
+        for errors in _spoiled(kinds, boots)
+    }
+    blamed = {errors for errors in seen if verdict_of(*errors)[0] in (Verdict.SNAPSHOT, Verdict.SUSPECT)}
+    assert not blamed
+    assert len(seen) > 100
+
+
+def _spoiled(kinds: tuple[FaultKind, ...], boots: tuple[tuple[int, ...], ...]) -> list[list[PinError | None]]:
+    """What two tries and two proofs come to, where each kind spoils what it meets in one boot."""
+    causes = [
+        [FINE, *(e for k, b in zip(kinds, boots, strict=True) if slot in b for e in FAILS_AS[k])] for slot in range(4)
+    ]
+    return [list(errors) for errors in product(*causes)]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        (PinError.REFUSED, PinError.REFUSED, PinError.REFUSED),  # one kind twice, before and after a start
+        (PinError.REFUSED, PinError.DIED, PinError.UNAVAILABLE, PinError.TIMEOUT),  # three kinds, on three boots
+    ],
+)
+def test_one_fault_more_could_blame_it(errors: tuple[PinError, ...]) -> None:
+    assert verdict_of(*errors)[0] in (Verdict.SNAPSHOT, Verdict.SUSPECT)
