@@ -78,6 +78,9 @@ SPOILS_PINS = frozenset(
 )
 """Faults of which a pin may fail, so that they can make a sound snapshot look bad (chaos/sparing.py)."""
 
+TWICE_LOOKS_BAD = frozenset({FaultKind.REFUSE_UPDATE, FaultKind.WRONG_WEIGHTS})
+"""Of these two are enough, before and after the start that proves an engine; of the others it takes three."""
+
 TO_THE_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY})
 """Faults during which a served point may go unanswered for a while."""
 

@@ -210,23 +210,29 @@ class Injector:
     # --- knobs
 
     def _turn(self, fault: Fault) -> tuple[bool, str]:
-        """Every engine that may be is told; the victim is who feels it first; then it is off for the others."""
+        """Every engine that may be is told; the victim is who feels it first; then it is off for the others.
+
+        Meanwhile it counts for all of them, so two that nobody feels hold up what would spoil a pin, for so long.
+        """
         told: list[Knob] = []
 
         def tell() -> bool:
             knobs = [Knob(self.service.world.orders, process, fault) for process in self.victims.find(Part.ENGINE)]
-            told[:] = [one for one in knobs if self._may_spoil(fault, one.process, one.over, one.bitten)]
+            told.extend(one for one in knobs if self._may_spoil(fault, one.process, one.over, one.bitten))
             for knob in told:
                 knob.on()
             return bool(told)
 
-        if not wait_until(tell, _SUCCESSOR_S):
-            return False, "no engine"
-        wait_until(lambda: any(knob.bitten() for knob in told), _FELT_S)
-        felt = [knob for knob in told if knob.bitten()]
-        for knob in told:
-            if knob not in felt:
-                knob.off()
+        felt: list[Knob] = []
+        try:
+            if not wait_until(tell, _SUCCESSOR_S):
+                return False, "no engine"
+            wait_until(lambda: any(knob.bitten() for knob in told), _FELT_S)
+            felt = [knob for knob in told if knob.bitten()]
+        finally:
+            for knob in told:
+                if knob not in felt:
+                    knob.off()
         pids = ", ".join(str(knob.process.pid) for knob in felt)
         return bool(felt), f"pid {pids}, {fault.times} times" if felt else "no engine felt it"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from eval_service.chaos.faults import Fault, FaultKind
 from eval_service.chaos.victims import alive
+
+_number = itertools.count()  # orders are read in the order of their files' names
 
 
 @dataclass(slots=True, eq=False)
@@ -19,31 +22,30 @@ class Knob:
     orders: Path
     process: psutil.Process
     fault: Fault
-    _before: int = field(init=False)
+    _before: int | None = None
     _off: Path | None = None
-
-    def __post_init__(self) -> None:
-        self._before = self._told()
 
     def on(self) -> None:
         """Order it."""
-        self._write("1-on", self.fault.times)
+        self._before = self._told()
+        self._write(self.fault.times)
 
     def off(self) -> None:
         """Take it back, in a file of its own that is read after the other, so that neither replaces one unread."""
-        self._off = self._write("2-off", 0)
+        self._off = self._write(0)
 
     def bitten(self) -> bool:
         """Whether it was felt."""
-        return self._told() > self._before
+        return self._before is not None and self._told() > self._before
 
     def over(self) -> bool:
         """Whether it can't be felt any more."""
         taken_back = self._off is not None and not self._off.exists()
-        return taken_back or self._told() >= self._before + self.fault.times or not alive(self.process)
+        used_up = self._before is not None and self._told() >= self._before + self.fault.times
+        return taken_back or used_up or not alive(self.process)
 
-    def _write(self, name: str, times: int) -> Path:
-        path = self.orders / f"{self.process.pid}-{self.fault.number}-{name}.json"
+    def _write(self, times: int) -> Path:
+        path = self.orders / f"{self.process.pid}-{next(_number):09}.json"
         beside = path.with_suffix(".new")
         beside.write_text(json.dumps({"knob": self._knob, "value": self._value, "times": times}))
         beside.replace(path)

@@ -2,9 +2,10 @@
 
 A pin has two tries, and then one or two proofs, each after the engine was started anew (controller/pinning.py). What is
 done to an engine ends with its process, so one fault spoils the tries or one proof. To see a bad snapshot takes two
-failures of one kind, before and after a start, or three boots that each fail. So, while an attempt is open that may
-have felt what was done to an engine, that engine is not given the same kind again, nor a third of any kind. An attempt
-ends with all of its pins, under whatever controller; how long it takes is the service's.
+refusals or two of other weights, before and after a start, or three boots that each fail. So, while an attempt is open
+that may have felt what was done to an engine, that engine is not given one of those two kinds again, nor a third of any
+kind. An attempt ends with all of its pins, under whatever controller; how long it takes is the service's, so who waits
+for an engine does so with a deadline of its own (inject.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from eval_service.chaos.faults import FaultKind
+from eval_service.chaos.faults import TWICE_LOOKS_BAD, FaultKind
 
 MOST = 2
 
@@ -53,7 +54,8 @@ class Sparing:
         with self._lock:
             self._forget()
             kinds = [one.kind for one in self._given if one.replica == spoiling.replica]
-            granted = len(kinds) < MOST and spoiling.kind not in kinds
+            again = spoiling.kind in kinds and spoiling.kind in TWICE_LOOKS_BAD
+            granted = len(kinds) < MOST and not again
             if granted:
                 self._given.append(spoiling)
             return granted

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import permutations, product
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from eval_service.chaos.faults import SPOILS_PINS, FaultKind
+from eval_service.chaos.faults import SPOILS_PINS, TWICE_LOOKS_BAD, FaultKind
 from eval_service.chaos.sparing import MOST
 from eval_service.contract.wire import EngineState
 from eval_service.controller.engines import Good
@@ -110,11 +110,12 @@ FAILS_AS = {
 BOOTS = ((0, 1), (2,), (3,))  # of two tries and two proofs
 
 
-def test_as_many_faults_of_different_kinds_as_an_engine_is_given_within_an_attempt_blame_no_sound_snapshot() -> None:
+def test_as_many_faults_as_an_engine_is_given_within_an_attempt_blame_no_sound_snapshot() -> None:
     assert set(FAILS_AS) == SPOILS_PINS
     seen = {
         tuple(errors)
-        for kinds in permutations(FAILS_AS, MOST)
+        for kinds in product(FAILS_AS, repeat=MOST)
+        if len(set(kinds)) == MOST or not TWICE_LOOKS_BAD.intersection(kinds)
         for boots in product(BOOTS, repeat=MOST)
         for errors in _spoiled(kinds, boots)
     }
