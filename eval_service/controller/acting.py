@@ -31,6 +31,7 @@ from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import Lock
 from eval_service.ledger.moves import Moves, Runnable
+from eval_service.ledger.proofs import Proofs
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import ServingMoves
@@ -118,7 +119,16 @@ class Acting:
         logs = self._service.state_dir / "logs"
         self._functions = functions_among(parts.suites, moves, ledger, logs, clock, self._places)
         start_s = eval_group.start_timeout_s
-        self._pins = PinMaker(self.fleet, self._service, start_s, on_trouble=wake, places=self._places, clock=clock)
+        self._pins = PinMaker(
+            self.fleet,
+            self._service,
+            start_s,
+            on_trouble=wake,
+            places=self._places,
+            proofs=Proofs(parts.database),
+            ledger=ledger,
+            clock=clock,
+        )
         self.serving: Serving | None = None
         self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
