@@ -122,14 +122,14 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, bool]:
     if fleet := found.get("fleet"):
         happened = {event["what"] for event in fleet.get("happened", ())}
         if found["plan"]["engines"] > 1:
-            wanted["an engine killed, the fleet scaled down and up"] = {
-                "killed",
-                "scaled down",
-                "scaled up",
-            } <= happened
+            all_of_it = {"killed", "scaled down", "scaled up"}
+            wanted["an engine killed, the fleet scaled down and up"] = all_of_it <= happened
         else:  # one engine alone can't be scaled down while points run
             wanted["the engine killed, and back"] = {"killed", "the killed engine is back"} <= happened
         wanted["several points in flight"] = (fleet.get("looks") or {}).get("points_in_flight_max", 0) > 1
+    if torn := found.get("torn"):
+        equal = torn.get("equal") or {}
+        wanted["no export torn"] = len(equal) > 1 and all(equal.values()) and torn["different_weights"] >= len(equal)
     if tensor := found.get("tp"):
         wanted["export of untrained weights equal bit by bit"] = bool(tensor.get("untrained_equal"))
         wanted["losses as on one GPU"] = tensor.get("losses_apart", 1.0) <= SAME_LOSS

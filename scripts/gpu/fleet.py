@@ -5,7 +5,7 @@
 | size | ranks of the trainer | engines | parts |
 | --- | --- | --- | --- |
 | cpu | 2 (gloo, tensor 2) | 2 | alone, throughput, fleet |
-| 2 | 1 | 1 | alone, steps, points, tp |
+| 2 | 1 | 1 | alone, steps, points, torn, tp |
 | 4 | 2 (tensor 2) | 2 | alone, throughput, fleet |
 | 8 | 4 (tensor 2 x data 2) | 4 | alone, throughput, fleet |
 
@@ -15,6 +15,7 @@
   `evalfleet check --expect-points 3`.
 - `throughput`: the same requests to one engine alone, then N times as many to all.
 - `fleet`: the training evaluated every few steps, while an engine is killed and the fleet scaled down and up.
+- `torn`: snapshots written while steps go on against those of the same steps for which training waited, bit by bit.
 - `tp`: two ranks against one, the fleet off: losses, and the exports of untrained and of trained weights.
 
 What was found is written to `<out>/fleet-<size>.json` after each part, so a run that is cut leaves its figures. A part
@@ -68,7 +69,7 @@ Found = dict[str, Any]
 FLEET_PARTS = ("alone", "throughput", "fleet")
 SIZES: dict[str, Found] = {
     "cpu": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
-    "2": {"tensor": 1, "data": 1, "engines": 1, "parts": ("alone", "steps", "points", "tp")},
+    "2": {"tensor": 1, "data": 1, "engines": 1, "parts": ("alone", "steps", "points", "torn", "tp")},
     "4": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
     "8": {"tensor": 2, "data": 2, "engines": 4, "parts": FLEET_PARTS},
 }
@@ -90,6 +91,7 @@ FULL: Found = {
     "steps_steps": 200,  # of `steps`, and of the `alone` that it is held against
     "export_every": 40,  # of `steps`; epochs end at multiples of it, as an epoch's end is a point too
     "tp_steps": 20,
+    "torn_every": 15,
     "fleet_s": 120.0,  # how long the training of `fleet` is to take, and how often it has a point
     "point_every_s": 5.0,
     "launch_s": 60.0,  # of a training, beside its steps
@@ -109,6 +111,7 @@ TINY: Found = FULL | {
     "steps_steps": 120,
     "export_every": 20,
     "tp_steps": 5,
+    "torn_every": 10,
     "fleet_s": 60.0,
     "point_every_s": 4.0,
     "launch_s": 30.0,
@@ -392,6 +395,31 @@ def an_epoch(run: Measurement, steps: int) -> Path:
     return path
 
 
+def part_torn(run: Measurement) -> Found:
+    """Each point's export, written behind, and a `save_hf` directory of its step, of which no step could have part."""
+    need_engines(run)
+    every, count = run.plan["torn_every"], 4
+    settings = [f"train.num_steps={every * count + 1}", f"eval.interval={every}", "eval.keep=10", "train.save_hf=true"]
+    settings += [f"train.save_interval={every}", "train.keep_checkpoints=1", "train.schedule=constant"]
+    trainer = start_training(run, "torn", run.ranks, *settings)
+    found = end_training(run, "torn", trainer, 300.0)
+    saved, exported = (
+        digests(place) for place in (run.work / "torn" / "checkpoints" / "hf" / "torn", run.work / "root" / "torn")
+    )
+    shutil.rmtree(run.work / "torn" / "checkpoints", ignore_errors=True)
+    steps = sorted(saved.keys() & exported.keys())
+    equal = {step: saved[step] == exported[step] for step in steps}
+    return found | {"steps_compared": steps, "equal": equal, "different_weights": len(set(exported.values()))}
+
+
+def digests(place: Path) -> dict[int, str]:
+    """Of the tensors' bytes, by step, of the snapshots in a directory."""
+    from eval_service.contract.manifest import read_manifest
+
+    manifests = [read_manifest(path) for path in place.glob("step_*")]
+    return {manifest.step: manifest.tensor_digest for manifest in manifests}
+
+
 # --- what happens to a fleet
 
 
@@ -574,9 +602,18 @@ PARTS: dict[str, Callable[[Measurement], Found]] = {
     "steps": part_steps,
     "throughput": part_throughput,
     "fleet": part_fleet,
+    "torn": part_torn,
     "tp": part_tp,
 }
-NEED_S = {"alone": 60.0, "points": 200.0, "steps": 100.0, "throughput": 30.0, "fleet": 120.0, "tp": 120.0}
+NEED_S = {
+    "alone": 60.0,
+    "points": 200.0,
+    "steps": 100.0,
+    "throughput": 30.0,
+    "fleet": 120.0,
+    "torn": 100.0,
+    "tp": 120.0,
+}
 
 
 def measure(run: Measurement) -> None:

@@ -131,6 +131,14 @@ def test_a_fleet_of_one_engine_is_killed_and_back_and_not_scaled() -> None:
     assert not all(verdicts(found | {"fleet": part(happened=happened[:1])}).values())
 
 
+def test_an_export_that_is_not_what_its_step_held_is_torn() -> None:
+    sound = {"equal": {15: True, 30: True}, "different_weights": 2}
+    assert verdicts({"torn": sound}) == {"no export torn": True}
+    faults: list[dict[str, Any]] = [{"equal": {15: True, 30: False}}, {"equal": {}}, {"different_weights": 1}]
+    for fault in faults:
+        assert verdicts({"torn": sound | fault}) == {"no export torn": False}
+
+
 def test_two_ranks_are_held_against_one_and_equal_losses_are_no_failure() -> None:
     tensor = {"untrained_equal": True, "losses_apart": 0.0, "trained_close": True}
     assert all(verdicts({"tp": tensor}).values())
