@@ -17,6 +17,7 @@ from eval_service.ledger.rows import sound
 from eval_service.ledger.schema import links, points, runs, snapshots
 
 MOST = 4  # snapshots; those that were proven last are the likeliest to load
+_NOT_DONE = tuple(state.value for state in PointState if state is not PointState.DONE)
 _PROOFS = tuple(proof.value for proof in PinProof if proof is not PinProof.UNPROVEN)
 
 
@@ -73,7 +74,8 @@ def _made(row: RowMapping) -> Proven:
 def _proven() -> ColumnElement[bool]:
     """Of points with their snapshots."""
     label = func.substr(snapshots.c.digest, 1, 8).concat(".").concat(points.c.id).concat(".%")
-    done = points.c.state == PointState.DONE
+    # Not `== DONE`: by that SQLite looks at every point that was ever done before it looks at what is on storage.
+    done = points.c.state.not_in(_NOT_DONE)
     return and_(done, points.c.pin_proof.in_(_PROOFS), points.c.weight_version.like(label))
 
 
