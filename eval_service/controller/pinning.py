@@ -216,6 +216,9 @@ class Pinner:
 
     def _judged(self, engine_id: str, again: CommandResult, *, told: bool, alike: bool, proven: bool) -> Outcome:
         """Who is at fault where an engine that is sound, as far as a good snapshot has told, failed again."""
+        engine = self.fleet.engines.get(engine_id)
+        if engine is None or engine.lost:  # whoever took the replica away, it was not its server that failed
+            return Outcome(Verdict.ENGINE, detail=f"it was lost: {_told(again)}")
         if again.error is PinError.DISAGREES:
             if self._contestable():
                 return Outcome(Verdict.DISPUTED, detail=f"started anew, {_told(again)}")

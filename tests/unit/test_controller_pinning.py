@@ -34,6 +34,7 @@ class Bench:
 
     def __init__(self, failures: list[PinError | None]) -> None:
         self.failures = failures
+        self.is_lost_at_last = False
         self.asked: list[str] = []
         self.fleet = Fleet({"eval": GROUP}, epoch=1, lost_after_s=60.0, clock=lambda: 0.0)
         self.order, self.good = order_of("new"), order_of("good")
@@ -43,6 +44,8 @@ class Bench:
         future: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
         self.asked.append("restart" if kind is CommandKind.RESTART else order.manifest.digest)
         error = self.failures.pop(0) if order is self.order else FINE
+        if self.is_lost_at_last and not self.failures:
+            self.fleet.engines["e"].lost = True
         evidence = None if error else EVIDENCE
         future.set_result(CommandResult("c", ok=error is FINE, error=error, detail="told", evidence=evidence))
         return future
@@ -58,9 +61,10 @@ class Bench:
             poll.cancel()
 
 
-def verdict_of(*failures: PinError | None) -> tuple[Verdict, list[str], int]:
-    """The verdict, what the engine was asked, and how many of the failures it did not come to."""
+def verdict_of(*failures: PinError | None, lost: bool = False) -> tuple[Verdict, list[str], int]:
+    """The verdict, what the engine was asked, and how many of the failures it did not come to; lost: at the last."""
     bench = Bench(list(failures))
+    bench.is_lost_at_last = lost
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.fleet, "send", bench.answer)
         verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 60))
@@ -79,6 +83,13 @@ def test_a_snapshot_that_fails_alike_after_one_proof_of_the_engine_is_to_blame(e
 def test_what_engines_do_by_themselves_must_come_after_two_proofs(error: PinError) -> None:
     assert verdict_of(error, error, error, FINE)[0] is Verdict.PROVEN
     assert verdict_of(error, error, error, error) == (Verdict.SNAPSHOT, ["new", "new", *PROOF, *PROOF], 0)
+
+
+@pytest.mark.parametrize("last", [PinError.DIED, PinError.CANARY])
+def test_an_engine_whose_replica_is_gone_by_the_verdict_tells_nothing_of_the_snapshot(last: PinError) -> None:
+    seen = (last, last, PinError.DIED, PinError.DIED) if last is PinError.DIED else (last, last, last)
+    assert verdict_of(*seen)[0] is Verdict.SNAPSHOT
+    assert verdict_of(*seen, lost=True)[0] is Verdict.ENGINE
 
 
 @pytest.mark.parametrize("third", [PinError.CANARY, PinError.REFUSED, PinError.UNAVAILABLE, PinError.UNCHANGED])
