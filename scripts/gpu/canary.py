@@ -47,7 +47,7 @@ def measure_canary(work: Path, clock: Clock, plan: dict[str, Any], start: Callab
             process.end()
     found = json.loads(out.read_text()) if out.exists() else {}
     told = {} if code == 0 and judged == 0 else {"log": trainer.tail(), "engine_log": child.tail()}
-    return {"exit_code": code or judged, **found, **told}
+    return {"exit_code": code if code != 0 else judged, **found, **told}
 
 
 async def judge(work: Path, tiny: bool) -> None:

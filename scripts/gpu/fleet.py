@@ -409,7 +409,8 @@ def part_torn(run: Measurement) -> Found:
     shutil.rmtree(run.work / "torn" / "checkpoints", ignore_errors=True)
     steps = sorted(saved.keys() & exported.keys())
     equal = {step: saved[step] == exported[step] for step in steps}
-    return found | {"steps_compared": steps, "equal": equal, "different_weights": len(set(exported.values()))}
+    different = len({exported[step] for step in steps})
+    return found | {"planned": count + 1, "equal": equal, "different_weights": different}
 
 
 def digests(place: Path) -> dict[int, str]:

@@ -473,7 +473,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     date = time.strftime("%Y-%m-%d %H:%M:%S")
     result: dict[str, Any] = {"date": date, "plan": plan, "errors": {}, "seconds": {}}
 
-    def keep() -> None:  # what there is so far, should the machine be taken away
+    def keep() -> None:  # what there is so far, should the rest be cut short
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "measured.json").write_text(json.dumps(result, indent=1))

@@ -238,7 +238,12 @@ def test_only_what_spoils_pins_is_asked_for_and_nobodys_process_is_not_hit(
     stage = Stage({ONE})
     one = injector(stage, [Process(1)], tmp_path, monkeypatch)
     asked: list[Spoiling] = []
-    monkeypatch.setattr(Sparing, "grant", lambda _self, spoiling: not asked.append(spoiling))
+
+    def grant(_self: Sparing, spoiling: Spoiling) -> bool:
+        asked.append(spoiling)
+        return True
+
+    monkeypatch.setattr(Sparing, "grant", grant)
     held: Any = Process(1)
     for kind in FaultKind:
         assert one._may_hit(a_fault(0, kind), held)

@@ -11,7 +11,9 @@ import pytest
 
 from eval_service.contract.canary import ROUNDING, Agreement, compare_canary
 
-MEASURED = Path(__file__).parents[2] / "docs" / "measurements" / "2026-11-30-canary-one-h200.json"
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
+MEASURED = MEASUREMENTS / "2026-11-30-canary-one-h200.json"
+ON_THE_CPU = MEASUREMENTS / "2026-11-30-canary-cpu.json"
 Rows = list[list[float]]
 
 
@@ -37,8 +39,13 @@ def test_what_a_model_that_learned_loses_by_rounding_is_well_within_the_bounds(m
     """Of 0.03, which is right for an untrained model, the mean of the worst of these sound snapshots is 0.026."""
     for snapshot in measured["snapshots"]:
         agreement = compare_canary(trainers(snapshot), engines(snapshot), "bfloat16")
-        assert agreement.mean == pytest.approx(snapshot["diff"], abs=1e-4)
-        assert max(shares(agreement)) < 1 / 3, snapshot["step"]
+        assert max(shares(agreement)) < 1 / 5, snapshot["step"]
+
+
+def test_so_is_what_a_tiny_one_loses_on_the_cpu() -> None:
+    for snapshot in json.loads(ON_THE_CPU.read_text())["snapshots"]:
+        agreement = compare_canary(trainers(snapshot), engines(snapshot), "bfloat16")
+        assert max(shares(agreement)) < 0.3, snapshot["step"]
 
 
 def test_an_engine_that_holds_another_snapshot_is_told(measured: dict[str, Any]) -> None:

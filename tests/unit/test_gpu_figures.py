@@ -132,9 +132,10 @@ def test_a_fleet_of_one_engine_is_killed_and_back_and_not_scaled() -> None:
 
 
 def test_an_export_that_is_not_what_its_step_held_is_torn() -> None:
-    sound = {"equal": {15: True, 30: True}, "different_weights": 2}
+    sound = {"exit_code": 0, "planned": 2, "equal": {15: True, 30: True}, "different_weights": 2}
     assert verdicts({"torn": sound}) == {"no export torn": True}
-    faults: list[dict[str, Any]] = [{"equal": {15: True, 30: False}}, {"equal": {}}, {"different_weights": 1}]
+    faults: list[dict[str, Any]] = [{"equal": {15: True, 30: False}}, {"equal": {15: True}}, {"different_weights": 1}]
+    faults += [{"exit_code": 1}, {"planned": 3}]
     for fault in faults:
         assert verdicts({"torn": sound | fault}) == {"no export torn": False}
 
