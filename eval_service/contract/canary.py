@@ -1,8 +1,8 @@
 """The canary: fixed token sequences, the same for trainer and engines, and whether their log-probs agree.
 
-Both round, so log-probs of the same weights differ. By how much is measured: a model that has learned loses more than an
-untrained one, and about half of it at a tenth of the tokens, at which it is undecided. So two figures are held against
-bounds of their own: the mean over all tokens, and over all but those that differ most.
+Both round, so log-probs of the same weights differ. By how much is measured: a model that has learned loses more than
+an untrained one, and about half of it at a tenth of the tokens, at which it is undecided. So two figures are held
+against bounds of their own: the mean over all tokens, and over all but those that differ most.
 """
 
 from __future__ import annotations
