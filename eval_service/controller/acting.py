@@ -31,7 +31,6 @@ from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.intents import Intents
 from eval_service.ledger.lock import Lock
 from eval_service.ledger.moves import Moves, Runnable
-from eval_service.ledger.proofs import Proofs
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.scaling import ScaleOrders
 from eval_service.ledger.servings import ServingMoves
@@ -118,24 +117,13 @@ class Acting:
         self._admissions = Admissions(self._service, moves, ledger, wake, self._places, now, settled=self._settled)
         logs = self._service.state_dir / "logs"
         self._functions = functions_among(parts.suites, moves, ledger, logs, clock, self._places)
-        self._pins = self._pin_maker(wake)
+        start_s = eval_group.start_timeout_s
+        self._pins = PinMaker(self.fleet, self._service, start_s, on_trouble=wake, places=self._places, clock=clock)
         self.serving: Serving | None = None
         self._proxied: ProxiedParts | None = None
         if self._service.proxy_port is not None:
             self._serve_through(Board(moves.epoch, on_change=wake, clock=clock), wake)
         self._housekeeping = self._keep_house()
-
-    def _pin_maker(self, wake: Callable[[], None]) -> PinMaker:
-        return PinMaker(
-            self.fleet,
-            self._service,
-            self._parts.config.groups[EVAL_GROUP].start_timeout_s,
-            on_trouble=wake,
-            places=self._places,
-            proofs=Proofs(self._parts.database),
-            ledger=self._ledger,
-            clock=self._clock,
-        )
 
     def _keep_house(self) -> Housekeeping:
         """What goes on beside the points."""

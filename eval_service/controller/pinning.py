@@ -5,9 +5,7 @@ have come first is no proof: against one engine alone, another that was started 
 dispute, which neither wins; two that agree win against one.
 
 The verdict says who is at fault. An engine that can't load what was loaded before is. A snapshot that fails again on an
-engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds,
-and where it was proven before, not at all. What is good outlasts a controller: what it has not seen itself, the ledger
-has. A good one that is gone by the time that it is asked for tells nothing of the engine.
+engine that just loaded a good one is suspected on good grounds; where there is no good one to tell by, on weak grounds.
 An engine may also die, hang or be unavailable by itself, so that alone must come twice after a proof. What differs from
 try to try is no doing of what stays the same: it takes as many proofs, and is weak grounds then. The lane decides: it
 knows what other engines made of the snapshot.
@@ -17,15 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from eval_service.contract.manifest import Manifest
 from eval_service.contract.states import PinProof
 from eval_service.controller.db import DaemonThreads
 from eval_service.controller.engines import Good
@@ -33,10 +28,9 @@ from eval_service.controller.fleet import Fleet
 from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2
-THERE_S = 10.0  # for one look at whether a good snapshot is left: its storage may be another run's, and may hang
 PROOFS = 2  # of an engine, before a snapshot is held to be the cause of what may be the engine's own doing
 _BY_ITSELF = (PinError.DIED, PinError.UNAVAILABLE, PinError.TIMEOUT)  # what befalls engines with sound snapshots too
-_GONE = (PinError.NOT_VISIBLE, PinError.STORE)  # what befalls snapshots, whatever the engine is worth
+THERE_S = 10.0  # to look whether a good snapshot is still there
 _MARGIN_S = 10.0  # what a command's way there and back may take beyond its own deadline
 
 
@@ -61,16 +55,6 @@ class Outcome:
     detail: str = ""
 
 
-class Former(Protocol):
-    """What was proven under former controllers."""
-
-    async def proven(self, digest: str) -> bool:
-        """Whether any engine was proven to hold this content."""
-
-    async def others(self, manifest: Manifest) -> list[PinOrder]:
-        """Orders for other content of the same model that was proven; they may be gone by now."""
-
-
 @dataclass(slots=True)
 class Pinner:
     """Pins the engines of one lane and keeps their evidence, which must agree exactly.
@@ -85,7 +69,6 @@ class Pinner:
     on_trouble: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
     there: Callable[[str, str], bool] = lambda snapshot, digest: Path(snapshot).is_dir()  # could be loaded again
-    former: Former | None = None
     threads: DaemonThreads = field(default_factory=lambda: DaemonThreads("pins"))
     evidence: dict[str, PinEvidence] = field(default_factory=dict)
     dissent: dict[str, PinEvidence] = field(default_factory=dict)
@@ -181,10 +164,10 @@ class Pinner:
         return len(self.evidence) == 1 and all(evidence.canary_diff is None for evidence in self.evidence.values())
 
     async def _restart_and_judge(self, engine_id: str, last: CommandResult, failures: list[PinError | None]) -> Outcome:
-        again, alike, told = last, False, False
+        good = await self._good(engine_id)
+        again, alike = last, False
         for _ in range(PROOFS):
-            fault, told = await self._started_anew(engine_id)
-            if fault is not None:
+            if (fault := await self._unproven(engine_id, good)) is not None:
                 return self._engines_fault(engine_id, f"{fault}, after a failed pin: {_told(again)}")
             again = await self._try(engine_id, self.order)
             if (outcome := self._conclusive(again)) is not None:
@@ -193,29 +176,18 @@ class Pinner:
             alike = failures.count(again.error) > 1
             if alike and again.error not in _BY_ITSELF:
                 break
-        return self._judged(engine_id, again, told=told, alike=alike, proven=await self._is_proven())
+        return self._judged(engine_id, again, good, alike=alike)
 
-    async def _is_proven(self) -> bool:
-        digest = self.order.manifest.digest
-        return digest in self.fleet.proven or (self.former is not None and await self.former.proven(digest))
-
-    async def _started_anew(self, engine_id: str) -> tuple[str | None, bool]:
-        """Start it anew and let it load a good snapshot.
-
-        Returns:
-            What is wrong with it, None where nothing is; and whether a good snapshot told so.
-        """
+    async def _unproven(self, engine_id: str, good: Good | None) -> str | None:
+        """Start it anew and let it load a good snapshot; what is wrong with it, None where nothing is."""
         if (failed := await self._restarted(engine_id)) is not None:
-            return failed, False
-        async with aclosing(self._goods(engine_id)) as goods:
-            async for good in goods:
-                held = await self._holds(engine_id, good)
-                if held is not None:
-                    return None if held else "it does not load a good snapshot any more", True
-        return None, False
+            return failed
+        if good is not None and not await self._holds(engine_id, good):
+            return "it does not load a good snapshot any more"
+        return None
 
-    def _judged(self, engine_id: str, again: CommandResult, *, told: bool, alike: bool, proven: bool) -> Outcome:
-        """Who is at fault where an engine that is sound, as far as a good snapshot has told, failed again."""
+    def _judged(self, engine_id: str, again: CommandResult, good: Good | None, *, alike: bool) -> Outcome:
+        """Who is at fault where an engine that is sound, as far as can be told, failed again."""
         engine = self.fleet.engines.get(engine_id)
         if engine is None or engine.lost:  # whoever took the replica away, it was not its server that failed
             return Outcome(Verdict.ENGINE, detail=f"it was lost: {_told(again)}")
@@ -225,10 +197,9 @@ class Pinner:
             return self._engines_fault(engine_id, _told(again))
         if again.error is PinError.LABEL:  # what it calls what it holds is no doing of what it holds
             return self._engines_fault(engine_id, _told(again))
-        if proven and not told:  # the snapshot has been seen to be sound, and the engine has not
-            return self._engines_fault(engine_id, f"it does not load what was proven before: {_told(again)}")
         # Unchanged, it may load nothing at all: the good one may be what it boots with, or held anyway.
-        weak = proven or not told or not alike or again.error is PinError.UNCHANGED
+        proven = self.order.manifest.digest in self.fleet.proven
+        weak = good is None or proven or not alike or again.error is PinError.UNCHANGED
         return Outcome(Verdict.SUSPECT if weak else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:
@@ -252,34 +223,32 @@ class Pinner:
             return "it did not serve after a restart"
         return None
 
-    async def _goods(self, engine_id: str) -> AsyncGenerator[PinOrder, None]:
-        """What the engine held last, else what any engine did, else what any did under former controllers, of other
-        weights than these; none but what is left of it."""
+    async def _good(self, engine_id: str) -> Good | None:
+        """What the engine held last, else what any engine did, of other weights than these; None: nothing is left."""
         engine = self.fleet.engines.get(engine_id)
         for good in (engine.last_good if engine else None, self.fleet.last_good):
-            # What this very lane believes is what is in question.
-            if good is not None and good.order is not self.order and await self._left(good.order):
-                yield good.order
-        for order in await self.former.others(self.order.manifest) if self.former is not None else ():
-            if await self._left(order):
-                yield order
+            if good is None or good.order is self.order:  # what this very lane believes is what is in question
+                continue
+            if await self._left(good.order):
+                return good
+        return None
 
     async def _left(self, order: PinOrder) -> bool:
+        """Whether it could be loaded again: of storage that does not answer, or only with an error, nothing can."""
         try:
             async with asyncio.timeout(THERE_S):
                 return await self.threads.run(partial(self.there, order.snapshot, order.manifest.digest))
-        except TimeoutError:
+        except OSError:  # TimeoutError too
             return False
 
-    async def _holds(self, engine_id: str, good: PinOrder) -> bool | None:
-        """Whether it loads a good snapshot, and is then as it was found to be; None: that one is gone by now."""
-        result = await self._try(engine_id, good)
+    async def _holds(self, engine_id: str, good: Good) -> bool:
+        """Whether it loads a good snapshot, and is then as it was found to be."""
+        result = await self._try(engine_id, good.order)
         if not result.ok or result.evidence is None:
-            return None if result.error in _GONE or not await self._left(good) else False
+            return False
         engine = self.fleet.engines.get(engine_id)
-        own = engine.last_good if engine is not None else None
-        # Others' hardware may count otherwise, and so may its own under a former controller.
-        return own is None or own.order is not good or _agree(own.evidence, result.evidence)
+        own = engine is not None and engine.last_good is good
+        return not own or _agree(good.evidence, result.evidence)  # others' hardware may count otherwise
 
 
 def _agree(one: PinEvidence, other: PinEvidence) -> bool:

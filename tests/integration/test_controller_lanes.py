@@ -236,28 +236,6 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
     go(body)
 
 
-def test_an_engine_that_loads_nothing_is_at_fault_by_what_was_proven_under_a_former_controller(stand_of: Make) -> None:
-    """It is the only one there is to ask, and the controller has seen nothing itself."""
-
-    async def body() -> None:
-        async with stand_of().running(1) as stand:
-            await stand.until_ready()
-            stand.put_run("r")
-            await stand.until_done(stand.dispatch("r", 0))
-            await stand.runners["e0"].stop()
-            await stand.kill_controller()
-            stand.start_controller()
-            stand.start_engine("bad", refuse_update=True)
-            point = stand.dispatch("r", 1)
-            await stand.until(lambda: stand.engine("bad").quarantined)
-            assert "good snapshot" in (stand.engine("bad").quarantined or "")
-            stand.start_engine("sound")
-            [view] = await stand.until_done(point)
-            assert view.attempts == 1
-
-    go(body)
-
-
 @pytest.mark.parametrize("deaths", [3, None])
 def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_snapshot_is_to_blame(
     stand_of: Make, monkeypatch: pytest.MonkeyPatch, deaths: int | None

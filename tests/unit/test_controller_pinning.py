@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from eval_service.chaos.faults import SPOILS_PINS, TWICE_LOOKS_BAD, FaultKind
 from eval_service.chaos.sparing import MOST
 from eval_service.contract.wire import EngineState
+from eval_service.controller import pinning
 from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.pinning import Pinner, Verdict
@@ -90,6 +92,25 @@ def test_an_engine_whose_replica_is_gone_by_the_verdict_tells_nothing_of_the_sna
     seen = (last, last, PinError.DIED, PinError.DIED) if last is PinError.DIED else (last, last, last)
     assert verdict_of(*seen)[0] is Verdict.SNAPSHOT
     assert verdict_of(*seen, lost=True)[0] is Verdict.ENGINE
+
+
+@pytest.mark.parametrize("fault", [OSError(116, "stale file handle"), PermissionError(13, "no"), None])
+def test_a_good_snapshot_whose_storage_errs_or_hangs_is_not_there_and_holds_up_no_pin(fault: OSError | None) -> None:
+    seen = [PinError.CANARY] * 3
+    bench, hangs = Bench(list(seen)), threading.Event()
+
+    def there(_snapshot: str, _digest: str) -> bool:
+        if fault is not None:
+            raise fault
+        return hangs.wait(60)
+
+    bench.pinner.there = there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
+        patch.setattr(pinning, "THERE_S", 0.05)
+        verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 50))
+    hangs.set()
+    assert (verdict, bench.asked) == (Verdict.SUSPECT, ["new", "new", "restart", "new"])
 
 
 @pytest.mark.parametrize("third", [PinError.CANARY, PinError.REFUSED, PinError.UNAVAILABLE, PinError.UNCHANGED])

@@ -11,13 +11,10 @@ import pytest
 from sqlalchemy import event
 
 from benchmarks.stocked import Stock
-from eval_service.contract.manifest import Manifest
 from eval_service.ledger.database import Database
 from eval_service.ledger.moves import Moves
-from eval_service.ledger.proofs import Proofs
 from eval_service.ledger.servings import ServingMoves
 
-ASKED = Manifest.build(run="r", step=0, files=(), tensors=(), exporter="tests")
 LOOKS: dict[str, Callable[[Database, Moves], Any]] = {
     "changes": lambda _, moves: moves.changes(),
     "unadmitted": lambda _, moves: moves.unadmitted(),
@@ -28,7 +25,6 @@ LOOKS: dict[str, Callable[[Database, Moves], Any]] = {
     "drains": lambda _, moves: moves.tend_drains(),
     "intents": lambda _, moves: moves.take_intents(reservation_timeout_s=1800.0),
     "servings": lambda database, moves: ServingMoves(database, moves.epoch).look(),
-    "proofs": lambda database, _: Proofs(database).others(ASKED),  # whenever an engine loads nothing
 }
 OPS = 10  # of SQLite's virtual machine, to one count
 _FEW, _MANY = 10, 400
