@@ -42,9 +42,10 @@ def _bury_others(parts: Collection[int]) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it is there, and no zombie."""
+    """Whether it is there, and no zombie; one with a thread that has not ended yet still has its files and locks."""
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+        return bool(process.is_running() and not ended)
     except psutil.Error:
         return False
 

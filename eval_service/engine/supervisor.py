@@ -24,6 +24,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 20.0
+_LOCK = ".lock"  # of scratch.py
 _SHARED_MEMORY = "/dev/shm/sgl"
 _LOG_LOOK_S = 5.0
 
@@ -49,9 +50,19 @@ def main() -> int:
     _kill_descendants(server)
     for path in leftovers:
         _unlink(path)
-    shutil.rmtree(order["scratch"], ignore_errors=True)
+    _remove(order["scratch"])
     _tell(event="exited", code=code)
     return 0
+
+
+def _remove(place: str) -> None:
+    """As eval_service/scratch.py: the lock's file goes last, so what a kill interrupts can be collected."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(place)):
+            if entry.name != _LOCK:
+                shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
+        if os.listdir(place) in ([], [_LOCK]):
+            shutil.rmtree(place)
 
 
 def _read_line() -> str:

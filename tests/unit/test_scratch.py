@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eval_service.engine import supervisor
 from eval_service.scratch import Kind, Scratch, collect, scratch
 
 _USER = "from eval_service.scratch import Kind, Scratch\nprint(Scratch.make(Kind.RAY).path, flush=True)\ninput()\n"
@@ -48,6 +53,61 @@ def test_what_is_held_or_young_or_nobodys_stays(place: Path) -> None:
     collect()
     assert sorted(place.iterdir()) == sorted([held.path, young, theirs])
     held.remove()
+    assert not held.path.exists()
+
+
+@pytest.mark.parametrize("remove", ["scratch", "supervisor"])
+@pytest.mark.parametrize("at", range(10))
+def test_who_is_killed_while_it_removes_a_directory_leaves_what_is_collected(
+    place: Path, monkeypatch: pytest.MonkeyPatch, remove: str, at: int
+) -> None:
+    """Its lock goes last, wherever the directory lists it; between that and the end it is empty."""
+    held = Scratch.make(Kind.ENGINE)
+    for name in (".a", "in", "sockets", "z"):
+        (held.path / name).mkdir()
+        (held.path / name / "file").touch()
+    done = 0
+
+    def unless_killed(call: Callable[..., None]) -> Callable[..., None]:
+        def counted(*arguments: Any, **keywords: Any) -> None:
+            nonlocal done
+            done += 1
+            if done > at:
+                raise KeyboardInterrupt
+            call(*arguments, **keywords)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "rmdir"):
+            patch.setattr(os, name, unless_killed(getattr(os, name)))
+        with suppress(KeyboardInterrupt):
+            held.remove() if remove == "scratch" else supervisor._remove(str(held.path))
+    with suppress(OSError):
+        os.close(held.lock)
+    assert done > at, "it was done before it could be killed"
+    collect()
+    assert not held.path.exists() or (at == 9 and not list(held.path.iterdir()))
+
+
+@pytest.mark.parametrize("remove", ["scratch", "supervisor"])
+def test_what_somebody_adds_while_it_is_removed_goes_when_it_is_collected(
+    place: Path, monkeypatch: pytest.MonkeyPatch, remove: str
+) -> None:
+    held, rmtree = Scratch.make(Kind.ENGINE), shutil.rmtree
+    (held.path / "in").mkdir()
+
+    def adding(path: Any, **keywords: Any) -> None:
+        rmtree(path, **keywords)
+        (held.path / "late").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", adding)
+        held.remove() if remove == "scratch" else supervisor._remove(str(held.path))
+    assert (held.path / "late").exists()
+    with suppress(OSError):
+        os.close(held.lock)
+    collect()
     assert not held.path.exists()
 
 
