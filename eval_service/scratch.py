@@ -99,9 +99,12 @@ def _remove(path: Path) -> None:
     engine/supervisor.py, which imports nothing of ours, does as much.
     """
     with contextlib.suppress(OSError):
-        for entry in path.iterdir():
-            if entry.name != _LOCK:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+        for entry in list(path.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _LOCK:
+                with contextlib.suppress(OSError):  # one that can't go keeps no other
+                    entry.unlink()
         if [entry.name for entry in path.iterdir()] in ([], [_LOCK]):
             (path / _LOCK).unlink(missing_ok=True)
             path.rmdir()

@@ -101,14 +101,13 @@ def compare_canary(wanted: Rows, seen: Rows, dtype: str, *dtypes: str) -> Agreem
     differences = _differences(wanted, seen)
     known = [ROUNDING.get(one.removeprefix("torch."), ROUNDING[_LOOSEST]) for one in (dtype, *dtypes)]
     values = [value for row in wanted for value in row] or [0.0]
-    middle, mean = statistics.median(values), math.fsum(values) / len(values)
+    middle, mean = statistics.median(values), _mean(values)
     apart = [abs(value - middle) for value in values]
     sizes = [abs(value) for value in values]
-    spread = math.fsum(abs(value - mean) for value in values) / len(values)
-    size = math.fsum(sizes) / len(sizes)
+    spread = _mean([abs(value - mean) for value in values])
     return Agreement(
         mean=_mean(differences),
-        mean_bound=max(one.bound(spread, size) for one in known),
+        mean_bound=max(one.bound(spread, _mean(sizes)) for one in known),
         typical=_mean(sorted(differences)[: max(1, math.ceil(TYPICAL * len(differences)))]),
         typical_bound=max(one.bound(statistics.median(apart), statistics.median(sizes)) for one in known),
     )

@@ -59,8 +59,10 @@ def _remove(place: str) -> None:
     """As eval_service/scratch.py: the lock's file goes last, so what a kill interrupts can be collected."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(place)):
-            if entry.name != _LOCK:
-                shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _LOCK:
+                _unlink(entry.path)
         if os.listdir(place) in ([], [_LOCK]):
             shutil.rmtree(place)
 

@@ -111,6 +111,27 @@ def test_what_somebody_adds_while_it_is_removed_goes_when_it_is_collected(
     assert not held.path.exists()
 
 
+@pytest.mark.parametrize("remove", ["scratch", "supervisor"])
+def test_what_goes_by_itself_meanwhile_keeps_nothing_else(
+    place: Path, monkeypatch: pytest.MonkeyPatch, remove: str
+) -> None:
+    """As the sockets and files of a server that is just ending."""
+    held, unlink = Scratch.make(Kind.ENGINE), os.unlink
+    for name in ("a", "b", "in/c", "in/d"):
+        (held.path / name).parent.mkdir(exist_ok=True)
+        (held.path / name).touch()
+
+    def gone_before(path: Any, **keywords: Any) -> None:
+        unlink(path, **keywords)
+        if Path(os.fspath(path)).name != ".lock":
+            raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", gone_before)
+        held.remove() if remove == "scratch" else supervisor._remove(str(held.path))
+    assert not held.path.exists()
+
+
 def test_what_is_being_made_is_not_collected(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process collects at the very moment between the lock's file and the lock."""
     flock = fcntl.flock
