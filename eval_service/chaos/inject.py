@@ -82,7 +82,7 @@ class Injector:
     _sparing: Sparing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sparing = Sparing(self.records.open_attempts)
+        self._sparing = Sparing(lambda: self.records.open_attempts())
 
     def run(self, faults: list[Fault]) -> None:
         """Do all of them; what did not land is done again after the rest, when there is work again for it to spoil."""
