@@ -82,7 +82,10 @@ class Injector:
     _sparing: Sparing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sparing = Sparing(lambda: self.records.open_attempts())
+        self._sparing = Sparing(self._open_attempts)
+
+    def _open_attempts(self) -> frozenset[tuple[str, int]] | None:
+        return self.records.open_attempts()
 
     def run(self, faults: list[Fault]) -> None:
         """Do all of them; what did not land is done again after the rest, when there is work again for it to spoil."""
