@@ -136,6 +136,7 @@ class Acting:
             self._ledger,
             loading=self.fleet.loading,
             pinned=self.fleet.pinned,
+            changes=self._moves.changes,
             places=self._places,
         )
 

@@ -6,15 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from eval_service.contract.wire import EngineState
-from eval_service.engine.protocol import Command, CommandResult, EngineReport, PinEvidence, PinOrder
-
-
-@dataclass(frozen=True, slots=True)
-class Good:
-    """What an engine was seen to hold, proven."""
-
-    order: PinOrder
-    evidence: PinEvidence
+from eval_service.engine.protocol import Command, CommandResult, EngineReport, Good, PinOrder
 
 
 @dataclass(slots=True, eq=False)

@@ -17,17 +17,19 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from eval_service.contract.wire import EngineState, FleetView
-from eval_service.controller.engines import Engine, Good, Sent
+from eval_service.controller.engines import Engine, Sent
 from eval_service.controller.fleet_view import fleet_view
 from eval_service.controller.sizing import Size
 from eval_service.controller.throughput import Throughput
 from eval_service.engine.addresses import is_loopback
 from eval_service.engine.protocol import (
+    IDLE_POLL_S,
     POLL_S,
     Command,
     CommandKind,
     CommandResult,
     EngineReport,
+    Good,
     PinError,
     PinOrder,
 )
@@ -76,14 +78,18 @@ class Fleet:
     # --- replicas
 
     async def poll(self, report: EngineReport) -> Command | None:
-        """Take a report in; answer with a command, at once where there is one, else after `POLL_S`."""
+        """Take a report in; answer with a command, at once where there is one, else after a while."""
         engine = self._take(report)
         command = engine.next_command()
         if command is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await engine.changed.wait()
-            engine.heard_at = self._clock()
+            held_s = min(POLL_S if engine.point is not None else IDLE_POLL_S, self._lost_after_s / 2)
+            engine.heard_at += held_s  # nothing can be heard of it before
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(held_s):
+                        await engine.changed.wait()
+            finally:
+                engine.heard_at = self._clock()
             command = engine.next_command()
         return command
 
@@ -92,6 +98,8 @@ class Fleet:
         engine = self.engines.get(report.engine)
         if engine is None:
             engine = self.engines[report.engine] = Engine(report, now, wall)
+            if report.recalls:  # of a controller before this one, or of its own past here
+                self.send(engine.id, CommandKind.RECALL).add_done_callback(partial(self._recalled, engine))
             self._on_change()
         before = (engine.ready, engine.free, engine.report.nonce, engine.report.state)
         engine.heard_at, engine.heard_wall, engine.lost = now, wall, False
@@ -218,6 +226,14 @@ class Fleet:
         engine.last_good = self.last_good = good
         self.proven.add(good.order.manifest.digest)
         engine.strikes = 0
+
+    def _recalled(self, engine: Engine, recall: asyncio.Future[CommandResult]) -> None:
+        """It is known again what it was proven to hold, unless something newer is."""
+        if recall.cancelled() or (good := recall.result().good) is None:
+            return
+        engine.last_good = engine.last_good or good
+        self.last_good = self.last_good or good
+        self.proven.add(good.order.manifest.digest)
 
     def quarantine(self, engine_id: str, why: str) -> None:
         """Lease it to nobody until its server was started anew, which is asked for after a while."""

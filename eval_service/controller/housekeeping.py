@@ -44,6 +44,7 @@ CHECKPOINT_S = 5.0  # what a power cut may take of what was answered
 AGAIN_S = 1.0  # after something that the file system or the ledger would not have
 CLOSE_S = 0.5  # for a deletion under way at the end: Serve kills a controller after `controller_grace_s`, 1.5 s
 _Work = Callable[[], Coroutine[Any, Any, None]]
+_State = tuple[int, frozenset[str]]  # the ledger's number; what is pinned
 
 
 class Housekeeping:
@@ -52,6 +53,7 @@ class Housekeeping:
     Args:
         loading: directories that engines load now, for a point or to find out what an engine is worth.
         pinned: directories that engines hold the weights of.
+        changes: a number that is another one once the ledger was written to; None: nobody knows.
         places: where snapshots in object stores are.
     """
 
@@ -64,12 +66,14 @@ class Housekeeping:
         *,
         loading: Callable[[], Collection[str]] = frozenset,
         pinned: Callable[[], Collection[str]] = frozenset,
+        changes: Callable[[], int | None] = lambda: None,
         places: Places | None = None,
     ) -> None:
         self._places = places or Places()
         self._service = service
         self._loading = loading
         self._pinned = pinned
+        self._changes = changes
         self._intents = intents
         self._retention = retention
         self._ledger = ledger
@@ -78,6 +82,8 @@ class Housekeeping:
         self._next_checkpoint = 0.0
         self._collect = True
         self._collect_at = float("-inf")
+        self._look = False  # for what is to be deleted, if anything changed
+        self._nothing_at: _State | None = None  # as things stood when there was nothing to delete
         self._letting_go: dict[str, list[Held]] = defaultdict(list)
         self._again: set[str] = set()  # runs that were planned for while their last plan was carried out
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -97,13 +103,14 @@ class Housekeeping:
         now = time.monotonic()
         if now >= self._next_scan and self._start("scan", self._scan):
             self._next_scan = now + self._service.scan_interval_s
-            self._collect = True  # whatever else may have changed: a hold was released, `keep` is lower
+            self._look = True  # whatever else may have changed: a hold was released, `keep` is lower
         if now >= self._next_leftovers and self._start("leftovers", self._sweep):
             self._next_leftovers = now + min(LEFTOVERS_EVERY_S, self._service.leftover_idle_s)
         if now >= self._next_checkpoint and self._start("checkpoint", self._checkpoint):
             self._next_checkpoint = now + CHECKPOINT_S
-        if self._collect and now >= self._collect_at and self._start("collect", self._collect_settled):
-            self._collect = False
+        due = (self._collect or self._look) and now >= self._collect_at
+        if due and self._start("collect", partial(self._collect_settled, anyway=self._collect)):
+            self._collect = self._look = False
 
     async def close(self) -> None:
         """Let go of what runs; a deletion under way has a moment to end, and is taken up again if it has not."""
@@ -177,8 +184,12 @@ class Housekeeping:
 
     # --- what nobody needs
 
-    async def _collect_settled(self) -> None:
-        """Plan, and start what is planned for each run whose storage answers."""
+    async def _collect_settled(self, *, anyway: bool) -> None:
+        """Plan, and start what is planned for each run whose storage answers; not where there was nothing just so."""
+        number = await self._ledger(self._changes)
+        state = None if number is None else (number, frozenset(self._pinned()))
+        if not anyway and state is not None and state == self._nothing_at:
+            return
         places = {place.run: place for place in await self._ledger(self._retention.places)}
         for held in await self._ledger(self._retention.let_go):
             self._letting_go[held.run].append(held)
@@ -192,7 +203,9 @@ class Housekeeping:
             planned[deletion.run].append(deletion)
         deleting = {run for run, place in places.items() if place.deleting}
         letting_go = {run for run, waiting in self._letting_go.items() if waiting}
-        for run in sorted((planned.keys() | undescribed.keys() | letting_go | deleting) & places.keys()):
+        wanted = (planned.keys() | undescribed.keys() | letting_go | deleting) & places.keys()
+        self._nothing_at = None if wanted else state
+        for run in sorted(wanted):
             if self._in_turn(run):
                 work = partial(self._collect_run, places[run], planned[run], undescribed[run])
                 if not self._start(f"collect: run {run}", work):

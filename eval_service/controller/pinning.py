@@ -23,9 +23,8 @@ from pathlib import Path
 
 from eval_service.contract.states import PinProof
 from eval_service.controller.db import DaemonThreads
-from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
-from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
+from eval_service.engine.protocol import CommandKind, CommandResult, Good, PinError, PinEvidence, PinOrder
 
 TRIES = 2
 PROOFS = 2  # of an engine, before a snapshot is held to be the cause of what may be the engine's own doing
@@ -227,8 +226,8 @@ class Pinner:
         """What the engine held last, else what any engine did, of other weights than these; None: nothing is left."""
         engine = self.fleet.engines.get(engine_id)
         for good in (engine.last_good if engine else None, self.fleet.last_good):
-            if good is None or good.order is self.order:  # what this very lane believes is what is in question
-                continue
+            if good is None or good.order.manifest.digest == self.order.manifest.digest:
+                continue  # it is what is in question, whoever was proven to hold it before
             if await self._left(good.order):
                 return good
         return None

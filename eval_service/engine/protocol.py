@@ -1,6 +1,6 @@
 """What an engine's replica and the controller say to each other, over a Serve handle (or a direct call in tests).
 
-The replica polls: each `EngineReport` is answered at once with a command where there is one, else after `POLL_S`. A
+The replica polls: each `EngineReport` is answered at once with a command where there is one, else after a while. A
 command carries the epoch of the controller that gave it; a replica refuses one lower than the highest it has seen.
 Commands run one at a time; the result of a finished one travels in each report until a poll has delivered it. A
 command is given again in each answer until a report says that it was taken, and runs once; so nothing that is lost on
@@ -16,7 +16,8 @@ from typing import Protocol
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.wire import EngineState
 
-POLL_S = 1.0
+POLL_S = 1.0  # how long a poll is held
+IDLE_POLL_S = 3.0  # of an engine that is nobody's: over Serve each one costs 3 ms of a core
 
 
 class CommandKind(StrEnum):
@@ -24,6 +25,7 @@ class CommandKind(StrEnum):
 
     PIN = "pin"  # prepare, quiesce, load, read back, verify
     RESTART = "restart"  # end the server and start it again on its boot model
+    RECALL = "recall"  # tell what it was last proven to hold: a new controller knows nothing of it
     LEAVE = "leave"  # there is no more work for it: a replica that wants to end may
 
 
@@ -86,14 +88,23 @@ class PinEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Good:
+    """What an engine was seen to hold, proven."""
+
+    order: PinOrder
+    evidence: PinEvidence
+
+
+@dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended."""
+    """How a command ended; `good` is what was recalled."""
 
     id: str
     ok: bool
     error: PinError | None = None
     detail: str | None = None
     evidence: PinEvidence | None = None
+    good: Good | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,8 @@ class EngineReport:
     """What a replica tells of itself in each poll.
 
     A new `nonce` means that the server was started anew: whatever was pinned is gone. `number` grows with each report,
-    so that one that was overtaken on its way is known for what it is.
+    so that one that was overtaken on its way is known for what it is. `recalls`: it was proven, by a canary, to hold
+    something, and can tell what.
     """
 
     engine: str
@@ -119,6 +131,7 @@ class EngineReport:
     context_length: int | None = None
     weight_version: str | None = None
     restarts: int = 0
+    recalls: bool = False
     number: int = 0
     taken: tuple[str, ...] = ()  # ids of commands that wait or run
     results: tuple[CommandResult, ...] = ()
@@ -128,7 +141,7 @@ class ControllerLink(Protocol):
     """How a replica reaches the controller."""
 
     async def poll(self, report: EngineReport) -> Command | None:
-        """Deliver a report, wait up to `POLL_S` for a command.
+        """Deliver a report, wait up to `IDLE_POLL_S` for a command.
 
         Raises:
             Unavailable: no controller acts now; the replica goes on and polls again.

@@ -24,12 +24,13 @@ from eval_service.engine.errors import BootFailed, EngineError, EngineFatal
 from eval_service.engine.nearby import near
 from eval_service.engine.pin import Clock, PinFailed, SystemClock
 from eval_service.engine.protocol import (
-    POLL_S,
+    IDLE_POLL_S,
     Command,
     CommandKind,
     CommandResult,
     ControllerLink,
     EngineReport,
+    Good,
     PinError,
     PinOrder,
 )
@@ -48,7 +49,7 @@ _DYING_S = 8.0  # SGLang's parent ends about 5 s after its scheduler
 class RunnerTimes:
     """How patient a runner is; seconds."""
 
-    poll_timeout_s: float = POLL_S + 10.0  # of one poll; then the link counts as down
+    poll_timeout_s: float = IDLE_POLL_S + 10.0  # of one poll; then the link counts as down
     backoff_s: float = 0.2  # after a failed poll, doubled up to 2 s
     health_period_s: float = 5.0
     hung_s: float = 60.0  # without progress; then the server is started anew
@@ -94,6 +95,7 @@ class EngineRunner:
         self._state = EngineState.STARTING
         self._detail: str | None = None
         self._restarts = 0
+        self._good: Good | None = None  # outlives servers, and controllers
         self._leaving = False
         self._fatal: str | None = None
         self._changed = asyncio.Event()
@@ -177,6 +179,7 @@ class EngineRunner:
             context_length=server.model.context_length if server else None,
             weight_version=server.weight_version if server else None,
             restarts=self._restarts,
+            recalls=self._good is not None,
             number=self._reports,
             taken=tuple(self._taken),
             results=tuple(self._results.values()),
@@ -328,6 +331,8 @@ class EngineRunner:
             self.leave()
             self._released.set()
             return CommandResult(command.id, ok=True)
+        if command.kind is CommandKind.RECALL:
+            return CommandResult(command.id, ok=True, good=self._good)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
         if command.pin is None:
@@ -357,6 +362,8 @@ class EngineRunner:
             if self._server is server:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
+        if evidence.canary_diff is not None:  # else it is for the controller to say, which holds engines to each other
+            self._good = Good(order, evidence)
         return CommandResult(command.id, ok=True, evidence=evidence)
 
     async def _run_restart(self, command: Command) -> CommandResult:

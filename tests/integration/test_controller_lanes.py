@@ -236,6 +236,31 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
     go(body)
 
 
+def test_an_engine_that_loads_nothing_any_more_is_at_fault_also_by_what_a_former_controller_proved(
+    stand_of: Make,
+) -> None:
+    """It is the only one there is to ask, and the controller has seen nothing itself."""
+
+    async def body() -> None:
+        async with stand_of().running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0))
+            await stand.kill_controller()
+            runner = stand.runners["e0"]
+            runner._group = runner._group.model_copy(update={"overrides": {"refuse_update": True}})
+            await stand.turn("e0", refuse_update=True)
+            stand.start_controller()
+            point = stand.dispatch("r", 1)
+            await stand.until(lambda: stand.engine("e0").quarantined)
+            assert "good snapshot" in (stand.engine("e0").quarantined or "")
+            stand.start_engine("sound")
+            [view] = await stand.until_done(point)
+            assert view.attempts == 1
+
+    go(body)
+
+
 @pytest.mark.parametrize("deaths", [3, None])
 def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_snapshot_is_to_blame(
     stand_of: Make, monkeypatch: pytest.MonkeyPatch, deaths: int | None

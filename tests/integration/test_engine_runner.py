@@ -110,6 +110,28 @@ def go(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
+def test_what_was_proven_by_a_canary_last_is_recalled_whatever_became_of_the_server_and_of_later_pins(
+    fleet: Fleet,
+) -> None:
+    async def body() -> None:
+        async with fleet.runner():
+            up = await fleet.ready()
+            assert not up.recalls
+            assert (await fleet.link.done(fleet.link.give(CommandKind.RECALL))).good is None
+            assert (await fleet.link.pin(fleet.b.path, fleet.b.manifest, "unproven")).ok
+            assert not fleet.link.reports[-1].recalls
+            proven = await fleet.pin(fleet.a, "proven")
+            await fleet.link.done(fleet.link.give(CommandKind.RESTART))
+            assert (await fleet.new_nonce(up)).recalls
+            assert not (await fleet.link.pin(fleet.b.path, fleet.a.proven(), "wrong", timeout_s=2.0)).ok
+            good = (await fleet.link.done(fleet.link.give(CommandKind.RECALL, epoch=2))).good
+            assert good is not None
+            assert (good.order.snapshot, good.order.weight_version) == (str(fleet.a.path), "proven")
+            assert good.evidence == proven.evidence
+
+    go(body)
+
+
 def test_a_runner_reports_starting_then_ready_with_all_that_a_lane_needs(fleet: Fleet) -> None:
     async def body() -> None:
         async with fleet.runner() as runner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ import pytest
 from eval_service.contract.wire import EngineState
 from eval_service.controller import fleet as fleets
 from eval_service.controller.fleet import Fleet
-from eval_service.engine.protocol import Command, CommandKind, CommandResult, EngineReport, PinError
+from eval_service.engine.protocol import (
+    Command,
+    CommandKind,
+    CommandResult,
+    EngineReport,
+    Good,
+    PinError,
+    PinEvidence,
+    PinOrder,
+)
 from eval_service.fleet_config import GroupConfig
 
 GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
@@ -53,6 +63,7 @@ class Bench:
         if poll.done():
             return poll.result()
         poll.cancel()
+        await asyncio.gather(poll, return_exceptions=True)
         return None
 
 
@@ -177,6 +188,67 @@ def test_who_waits_for_an_engine_hears_at_once_that_what_nobody_waits_for_any_mo
         await asyncio.sleep(0)
         await bench.poll(results=(CommandResult(command.id, ok=False, error=PinError.TIMEOUT),))
         assert await waiting
+
+    go(body)
+
+
+def test_the_poll_of_an_engine_that_is_nobodys_is_held_for_longer_and_is_no_silence(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll()
+        engine = bench.fleet.engines["e"]
+        for point, silent_at in (("p", 1.0 + 5.0), (None, 2.5 + 5.0)):
+            engine.point = point
+            poll = asyncio.create_task(bench.fleet.poll(bench.report()))
+            await asyncio.sleep(0)
+            began = bench.now
+            bench.now = began + silent_at
+            assert not bench.fleet.expire()
+            bench.now += 0.1
+            assert [lost.id for lost in bench.fleet.expire()] == ["e"]
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
+
+    go(body)
+
+
+def good_of(digest: str) -> Good:
+    order = PinOrder("/s", SimpleNamespace(digest=digest), "v")  # type: ignore[arg-type]
+    return Good(order, PinEvidence("v", digest, "logprobs", 0.0, 0.0, 0.0, 0.0))
+
+
+def test_what_an_engine_was_proven_to_hold_under_a_former_controller_is_asked_for_once_and_known(bench: Bench) -> None:
+    async def body() -> None:
+        assert await bench.poll() is None, "there is nothing to tell"
+        good, newer = good_of("a"), good_of("b")
+        for name in ("old", "new"):
+            command = await bench.poll(engine=name, recalls=True)
+            assert command is not None
+            assert command.kind is CommandKind.RECALL
+            assert name not in {engine.id for engine in bench.fleet.free()}
+            if name == "new":
+                bench.fleet.prove("new", newer)
+            await bench.poll(engine=name, recalls=True, results=(CommandResult(command.id, ok=True, good=good),))
+            assert await bench.poll(engine=name, recalls=True) is None
+        assert {name: engine.last_good for name, engine in bench.fleet.engines.items()} == {
+            "e": None,
+            "old": good,
+            "new": newer,
+        }
+        assert bench.fleet.last_good is newer
+        assert bench.fleet.proven == {"a", "b"}
+        assert {engine.id for engine in bench.fleet.free()} == {"e", "old", "new"}
+
+    go(body)
+
+
+def test_a_recall_of_which_nothing_comes_leaves_nothing_known(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.poll(recalls=True)
+        bench.now = 5.1
+        assert [engine.id for engine in bench.fleet.expire()] == ["e"]
+        await asyncio.sleep(0)
+        assert bench.fleet.last_good is None
+        assert not bench.fleet.proven
 
     go(body)
 

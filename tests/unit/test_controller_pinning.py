@@ -14,10 +14,9 @@ from eval_service.chaos.faults import SPOILS_PINS, TWICE_LOOKS_BAD, FaultKind
 from eval_service.chaos.sparing import MOST
 from eval_service.contract.wire import EngineState
 from eval_service.controller import pinning
-from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.pinning import Pinner, Verdict
-from eval_service.engine.protocol import CommandKind, CommandResult, EngineReport, PinError, PinEvidence
+from eval_service.engine.protocol import CommandKind, CommandResult, EngineReport, Good, PinError, PinEvidence
 from eval_service.fleet_config import GroupConfig
 
 GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
@@ -79,6 +78,16 @@ PROOF = ["restart", "good", "new"]
 @pytest.mark.parametrize("error", [PinError.CANARY, PinError.REFUSED])
 def test_a_snapshot_that_fails_alike_after_one_proof_of_the_engine_is_to_blame(error: PinError) -> None:
     assert verdict_of(error, error, error) == (Verdict.SNAPSHOT, ["new", "new", *PROOF], 0)
+
+
+def test_what_was_proven_before_tells_nothing_of_an_engine_that_does_not_load_it_again() -> None:
+    """An attempt before this one proved it, maybe under another controller, and its bytes may have gone bad since."""
+    bench = Bench([PinError.CANARY] * 3)
+    bench.good = order_of("new")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
+        verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 60))
+    assert (verdict, bench.asked) == (Verdict.SUSPECT, ["new", "new", "restart", "new"])
 
 
 @pytest.mark.parametrize("error", [PinError.DIED, PinError.TIMEOUT, PinError.UNAVAILABLE])

@@ -66,6 +66,7 @@ def tend(
     settled: Callable[[], object] = lambda: True,
     loading: Callable[[], frozenset[str]] = frozenset,
     pinned: Callable[[], frozenset[str]] = frozenset,
+    changes: Callable[[], int | None] = lambda: None,
     places: Places | None = None,
     scan_interval_s: float = 3600,  # one scan, the first: a later one would mend whatever was missed
 ) -> None:
@@ -75,7 +76,14 @@ def tend(
         thread = LedgerThread()
         service = ServiceConfig(roots=(ledger.root,), state_dir=ledger.base, scan_interval_s=scan_interval_s)
         keeping = Housekeeping(
-            service, ledger.intents, ledger.retention, thread, loading=loading, pinned=pinned, places=places
+            service,
+            ledger.intents,
+            ledger.retention,
+            thread,
+            loading=loading,
+            pinned=pinned,
+            changes=changes,
+            places=places,
         )
         async with asyncio.timeout(60):
             while not until():
@@ -150,6 +158,69 @@ def test_what_an_engine_loads_now_stays_until_it_is_done(ledger: Ledger) -> None
 
     tend(ledger, lambda: not probed.path.exists(), loading=loading)
     assert asked == [True, True, True]
+
+
+def counted(asked: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, which is noted."""
+
+    def noted(*args: Any) -> Any:
+        asked.append(name)
+        return call(*args)
+
+    return noted
+
+
+def test_what_could_not_be_done_is_tried_with_each_scan_though_the_ledger_is_as_it_was(ledger: Ledger) -> None:
+    """Such as an export that a shared file system shows late."""
+    early = export(ledger, 1)
+    ledger.orders.cancel(send(ledger, early))
+    ledger.look()
+    hidden = early.path.rename(ledger.base / "hidden")
+    looks: list[int] = []
+
+    def gone() -> bool:
+        looks.append(1)
+        if len(looks) == 20:
+            hidden.rename(early.path)
+        return len(looks) > 20 and not early.path.exists()
+
+    tend(ledger, gone, settled=lambda: False, changes=ledger.moves.changes, scan_interval_s=0.01)
+
+
+@pytest.mark.parametrize("change", ["released", "unpinned"])
+def test_where_nothing_changed_nothing_is_planned_with_a_scan_and_any_change_is_seen(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Such as a hold that is released, which no point's end tells of."""
+    plain = export(ledger, 1)
+    point = done(ledger, plain, 0.1)
+    done(ledger, export(ledger, 2), 0.9)
+    if change == "released":
+        ledger.orders.hold(point)
+    asked: list[str] = []
+    for name in ("on_storage", "places"):  # with each plan; with each plan and each scan
+        monkeypatch.setattr(ledger.retention, name, counted(asked, name, getattr(ledger.retention, name)))
+    changed: list[int] = []
+
+    def gone() -> bool:
+        if asked.count("places") >= 8 and not changed:
+            changed.append(asked.count("on_storage"))
+            if change == "released":
+                ledger.orders.release(point)
+        return not plain.path.exists()
+
+    def pinned() -> frozenset[str]:
+        return frozenset({str(plain.path)} if change == "unpinned" and not changed else ())
+
+    tend(
+        ledger,
+        gone,
+        settled=lambda: False,
+        pinned=pinned,
+        changes=ledger.moves.changes,
+        scan_interval_s=0.01,
+    )
+    assert changed == [1]
 
 
 def test_a_refused_export_goes_with_its_nonce(ledger: Ledger) -> None:

@@ -68,7 +68,8 @@ async def cancelled(work: asyncio.Task[Any], after: int) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No poll ends by itself."""
-    monkeypatch.setattr("eval_service.controller.fleet.POLL_S", 1000.0)
+    for name in ("POLL_S", "IDLE_POLL_S"):
+        monkeypatch.setattr(f"eval_service.controller.fleet.{name}", 1000.0)
 
 
 # --- the controller's pins
