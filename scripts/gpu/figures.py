@@ -111,7 +111,8 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, bool]:
         if (part := found.get(name)) and part.get("step_ratio") is not None:
             enough = part["steps"] >= MIN_STEPS and part["exports"] >= MIN_EXPORTS
             wanted[f"{name}: enough steps and exports"] = enough
-            wanted[f"{name}: mean step <= {MAX_RATIO} of training alone"] = part["step_ratio"] <= MAX_RATIO
+            if not found["plan"].get("shared"):  # two that compute on one GPU slow each other down
+                wanted[f"{name}: mean step <= {MAX_RATIO} of training alone"] = part["step_ratio"] <= MAX_RATIO
     for name in ("points", "steps", "fleet"):
         if (part := found.get(name)) and "points_by_state" in part:
             wanted[f"{name}: every point done"] = part["points_by_state"] == {"done": part["expected_points"]}

@@ -1,10 +1,11 @@
 """A training and its fleet on one host of any size: what evaluation costs, what the fleet does, what a fault costs.
 
-    PYTHONPATH=OVERLAY python3 scripts/gpu/fleet.py --size cpu|2|4|8 --out DIR [--only PARTS] [--budget-s 560] [--tiny]
+    PYTHONPATH=OVERLAY python3 scripts/gpu/fleet.py --size cpu|1|2|4|8 --out DIR [--only PARTS] [--budget-s 560] [--tiny]
 
 | size | ranks of the trainer | engines | parts |
 | --- | --- | --- | --- |
 | cpu | 2 (gloo, tensor 2) | 2 | alone, throughput, fleet |
+| 1 | 1 | 1, on the trainer's GPU | alone, torn, fleet |
 | 2 | 1 | 1 | alone, steps, points, torn, tp |
 | 4 | 2 (tensor 2) | 2 | alone, throughput, fleet |
 | 8 | 4 (tensor 2 x data 2) | 4 | alone, throughput, fleet |
@@ -69,6 +70,7 @@ Found = dict[str, Any]
 FLEET_PARTS = ("alone", "throughput", "fleet")
 SIZES: dict[str, Found] = {
     "cpu": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
+    "1": {"tensor": 1, "data": 1, "engines": 1, "shared": True, "parts": ("alone", "torn", "fleet")},
     "2": {"tensor": 1, "data": 1, "engines": 1, "parts": ("alone", "steps", "points", "torn", "tp")},
     "4": {"tensor": 2, "data": 1, "engines": 2, "parts": FLEET_PARTS},
     "8": {"tensor": 2, "data": 2, "engines": 4, "parts": FLEET_PARTS},
@@ -137,6 +139,10 @@ class Measurement:
         """Of the trainer."""
         return int(self.plan["tensor"] * self.plan["data"])
 
+    def engines_gpus(self) -> dict[str, str]:
+        """The environment of the service."""
+        return self.gpus(0 if self.plan["shared"] else self.ranks, self.plan["engines"])
+
     def gpus(self, first: int, count: int) -> dict[str, str]:
         """The environment of what is to see so many of the GPUs that this process sees."""
         if self.args.tiny:
@@ -171,7 +177,7 @@ def start_service(run: Measurement, engines_at_least: int = 1) -> None:
         ["-m", "eval_service.cli.main", "serve", *run.files()],
         run.work / "logs" / "service.log",
         cwd=run.work,
-        **run.gpus(run.ranks, run.plan["engines"]),
+        **run.engines_gpus(),
     )
     run.found.setdefault("service", {})["started_at"] = time.time()
 
@@ -662,7 +668,7 @@ def main() -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-fleet-"))
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    plan = (TINY if args.tiny else FULL) | {key: size[key] for key in ("tensor", "data", "engines")}
+    plan = (TINY if args.tiny else FULL) | {key: size.get(key, False) for key in ("tensor", "data", "engines", "shared")}
     plan["batch"] *= 1 if args.tiny else size["tensor"] * size["data"]
     run = Measurement(args, plan, parts, work, Clock(args.budget_s))
     date = time.strftime("%Y-%m-%d %H:%M:%S")

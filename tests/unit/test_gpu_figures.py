@@ -131,6 +131,12 @@ def test_a_fleet_of_one_engine_is_killed_and_back_and_not_scaled() -> None:
     assert not all(verdicts(found | {"fleet": part(happened=happened[:1])}).values())
 
 
+def test_what_evaluation_costs_a_step_on_the_same_gpu_is_told_and_not_judged() -> None:
+    found = {"plan": {"engines": 2, "shared": True}, "fleet": part(step_ratio=2.0)}
+    assert all(verdicts(found).values())
+    assert not all(verdicts(found | {"fleet": part(step_ratio=2.0, exports=3)}).values())
+
+
 def test_an_export_that_is_not_what_its_step_held_is_torn() -> None:
     sound = {"exit_code": 0, "planned": 2, "equal": {15: True, 30: True}, "different_weights": 2}
     assert verdicts({"torn": sound}) == {"no export torn": True}
