@@ -53,7 +53,7 @@ class ServiceConfig(Section):
     pin_timeout_s: float = Field(default=300.0, gt=0)
     sample_timeout_s: float = Field(default=300.0, gt=0)
     max_attempts: int = Field(default=3, ge=1)
-    engine_lost_s: float = Field(default=5.0, gt=0, description="without a poll; then the engine is lost")
+    engine_lost_s: float = Field(default=5.0, gt=0, description="without a poll that was due; then the engine is lost")
     handover_s: float = Field(
         default=10.0, ge=0, description="what a leaving engine has not done by then runs elsewhere"
     )

@@ -6,7 +6,23 @@ import asyncio
 from dataclasses import dataclass, field
 
 from eval_service.contract.wire import EngineState
-from eval_service.engine.protocol import Command, CommandResult, EngineReport, Good, PinOrder
+from eval_service.engine.protocol import REMEMBERED, Command, CommandResult, EngineReport, PinEvidence, PinOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """What an engine was seen to hold, proven; under a former controller where there is no evidence."""
+
+    order: PinOrder
+    evidence: PinEvidence | None
+
+
+def remembered(*goods: Good) -> tuple[Good, ...]:
+    """The first ones, each of other weights than those before it."""
+    kept: dict[str, Good] = {}
+    for good in goods:
+        kept.setdefault(good.order.manifest.digest, good)
+    return tuple(kept.values())[:REMEMBERED]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +44,8 @@ class Engine:
     heard_wall: float
     point: str | None = None
     pinned: PinOrder | None = None
-    last_good: Good | None = None
+    goods: tuple[Good, ...] = ()  # the last one first
+    asked: bool = False  # what it recalls
     quarantined: str | None = None
     retry_at: float = 0.0
     strikes: int = 0  # quarantines since it was last proven

@@ -17,7 +17,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from eval_service.contract.wire import EngineState, FleetView
-from eval_service.controller.engines import Engine, Sent
+from eval_service.controller.engines import Engine, Good, Sent, remembered
 from eval_service.controller.fleet_view import fleet_view
 from eval_service.controller.sizing import Size
 from eval_service.controller.throughput import Throughput
@@ -29,7 +29,6 @@ from eval_service.engine.protocol import (
     CommandKind,
     CommandResult,
     EngineReport,
-    Good,
     PinError,
     PinOrder,
 )
@@ -72,7 +71,7 @@ class Fleet:
         self._clock = clock
         self.throughput = Throughput(clock)
         self.engines: dict[str, Engine] = {}
-        self.last_good: Good | None = None
+        self.goods: tuple[Good, ...] = ()  # of any engine, the last one first
         self.proven: set[str] = set()  # digests of all snapshots that any engine was proven to hold
 
     # --- replicas
@@ -89,7 +88,8 @@ class Fleet:
                     async with asyncio.timeout(held_s):
                         await engine.changed.wait()
             finally:
-                engine.heard_at = self._clock()
+                if engine.report is report:  # no newer one is held
+                    engine.heard_at = self._clock()
             command = engine.next_command()
         return command
 
@@ -98,8 +98,6 @@ class Fleet:
         engine = self.engines.get(report.engine)
         if engine is None:
             engine = self.engines[report.engine] = Engine(report, now, wall)
-            if report.recalls:  # of a controller before this one, or of its own past here
-                self.send(engine.id, CommandKind.RECALL).add_done_callback(partial(self._recalled, engine))
             self._on_change()
         before = (engine.ready, engine.free, engine.report.nonce, engine.report.state)
         engine.heard_at, engine.heard_wall, engine.lost = now, wall, False
@@ -107,6 +105,7 @@ class Fleet:
             if report.nonce != engine.report.nonce:
                 self._forget_boot(engine, report.nonce)
             engine.report = report
+            self._ask_what_it_recalls(engine)
             self._note_taken(engine, report)
             self._refuse_unreachable(engine)
         for result in report.results:
@@ -115,6 +114,19 @@ class Fleet:
             engine.touch()
             self._on_change()
         return engine
+
+    def _ask_what_it_recalls(self, engine: Engine) -> None:
+        """Of a controller before this one, or of a time before it was lost to this one."""
+        if engine.report.recalls and not engine.goods and not engine.asked:
+            engine.asked = True
+            self.send(engine.id, CommandKind.RECALL).add_done_callback(partial(self._recalled, engine))
+
+    def _recalled(self, engine: Engine, recall: asyncio.Future[CommandResult]) -> None:
+        if not recall.cancelled():
+            told = [Good(order, None) for order in recall.result().recalled]
+            engine.goods = remembered(*engine.goods, *told)
+            self.goods = remembered(*self.goods, *told)
+            self.proven.update(good.order.manifest.digest for good in told)
 
     def _refuse_unreachable(self, engine: Engine) -> None:
         """What answered at such an address here would be another engine than the one that told it."""
@@ -213,7 +225,7 @@ class Fleet:
         return lost
 
     def _lose(self, engine: Engine) -> None:
-        engine.lost = True
+        engine.lost, engine.asked = True, False
         for id_ in list(engine.sent):
             self._note_result(engine, _died(id_, "the engine was lost"))
         engine.pinned = None
@@ -223,17 +235,10 @@ class Fleet:
     def prove(self, engine_id: str, good: Good) -> None:
         """It holds this, proven."""
         engine = self.engines[engine_id]
-        engine.last_good = self.last_good = good
+        engine.goods = remembered(good, *engine.goods)
+        self.goods = remembered(good, *self.goods)
         self.proven.add(good.order.manifest.digest)
         engine.strikes = 0
-
-    def _recalled(self, engine: Engine, recall: asyncio.Future[CommandResult]) -> None:
-        """It is known again what it was proven to hold, unless something newer is."""
-        if recall.cancelled() or (good := recall.result().good) is None:
-            return
-        engine.last_good = engine.last_good or good
-        self.last_good = self.last_good or good
-        self.proven.add(good.order.manifest.digest)
 
     def quarantine(self, engine_id: str, why: str) -> None:
         """Lease it to nobody until its server was started anew, which is asked for after a while."""

@@ -186,8 +186,8 @@ class Housekeeping:
 
     async def _collect_settled(self, *, anyway: bool) -> None:
         """Plan, and start what is planned for each run whose storage answers; not where there was nothing just so."""
-        number = await self._ledger(self._changes)
-        state = None if number is None else (number, frozenset(self._pinned()))
+        number, pinned = await self._ledger(self._changes), frozenset(self._pinned())
+        state = None if number is None else (number, pinned)
         if not anyway and state is not None and state == self._nothing_at:
             return
         places = {place.run: place for place in await self._ledger(self._retention.places)}
@@ -197,7 +197,7 @@ class Housekeeping:
         for snapshot in await self._ledger(self._retention.undescribed):
             undescribed[snapshot.run].append(snapshot)
         planned: dict[str, list[Deletion]] = defaultdict(list)
-        rows = await self._ledger(self._retention.on_storage, self._pinned())
+        rows = await self._ledger(self._retention.on_storage, pinned)
         objects = [run for run, place in places.items() if place.collect_objects]
         for deletion in plan_deletions(rows, {run: place.keep for run, place in places.items()}, objects):
             planned[deletion.run].append(deletion)

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from eval_service.contract.states import PinProof
 from eval_service.controller.db import DaemonThreads
+from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
-from eval_service.engine.protocol import CommandKind, CommandResult, Good, PinError, PinEvidence, PinOrder
+from eval_service.engine.protocol import CommandKind, CommandResult, PinError, PinEvidence, PinOrder
 
 TRIES = 2
 PROOFS = 2  # of an engine, before a snapshot is held to be the cause of what may be the engine's own doing
@@ -223,11 +224,17 @@ class Pinner:
         return None
 
     async def _good(self, engine_id: str) -> Good | None:
-        """What the engine held last, else what any engine did, of other weights than these; None: nothing is left."""
+        """What the engine held last, else what any engine did, of other weights than these if any; None: nothing left.
+
+        What this very lane believes is what is in question. These weights as they were proven to be held before are
+        not: an engine that can't load them any more is at fault, but others tell it from bytes that went bad since.
+        """
         engine = self.fleet.engines.get(engine_id)
-        for good in (engine.last_good if engine else None, self.fleet.last_good):
-            if good is None or good.order.manifest.digest == self.order.manifest.digest:
-                continue  # it is what is in question, whoever was proven to hold it before
+        known = [
+            good for good in (*(engine.goods if engine else ()), *self.fleet.goods) if good.order is not self.order
+        ]
+        known.sort(key=lambda good: good.order.manifest.digest == self.order.manifest.digest)
+        for good in {id(good): good for good in known}.values():
             if await self._left(good.order):
                 return good
         return None
@@ -246,8 +253,10 @@ class Pinner:
         if not result.ok or result.evidence is None:
             return False
         engine = self.fleet.engines.get(engine_id)
-        own = engine is not None and engine.last_good is good
-        return not own or _agree(good.evidence, result.evidence)  # others' hardware may count otherwise
+        own = engine is not None and any(good is one for one in engine.goods)
+        if not own or good.evidence is None:  # others' hardware may count otherwise; it had to agree with a canary only
+            return True
+        return _agree(good.evidence, result.evidence)
 
 
 def _agree(one: PinEvidence, other: PinEvidence) -> bool:

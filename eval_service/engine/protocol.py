@@ -17,7 +17,8 @@ from eval_service.contract.manifest import Manifest
 from eval_service.contract.wire import EngineState
 
 POLL_S = 1.0  # how long a poll is held
-IDLE_POLL_S = 3.0  # of an engine that is nobody's: over Serve each one costs 3 ms of a core
+IDLE_POLL_S = 3.0  # of an engine that is nobody's, at most: over Serve each one costs 3 ms of a core
+REMEMBERED = 2  # snapshots that an engine was proven to hold: the one before tells of an engine that fails on the last
 
 
 class CommandKind(StrEnum):
@@ -25,7 +26,7 @@ class CommandKind(StrEnum):
 
     PIN = "pin"  # prepare, quiesce, load, read back, verify
     RESTART = "restart"  # end the server and start it again on its boot model
-    RECALL = "recall"  # tell what it was last proven to hold: a new controller knows nothing of it
+    RECALL = "recall"  # tell what it was proven to hold: a new controller knows nothing of it
     LEAVE = "leave"  # there is no more work for it: a replica that wants to end may
 
 
@@ -88,23 +89,15 @@ class PinEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Good:
-    """What an engine was seen to hold, proven."""
-
-    order: PinOrder
-    evidence: PinEvidence
-
-
-@dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended; `good` is what was recalled."""
+    """How a command ended; `recalled` is what canaries proved the engine to hold, of different weights, last first."""
 
     id: str
     ok: bool
     error: PinError | None = None
     detail: str | None = None
     evidence: PinEvidence | None = None
-    good: Good | None = None
+    recalled: tuple[PinOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from eval_service.engine.nearby import near
 from eval_service.engine.pin import Clock, PinFailed, SystemClock
 from eval_service.engine.protocol import (
     IDLE_POLL_S,
+    REMEMBERED,
     Command,
     CommandKind,
     CommandResult,
     ControllerLink,
     EngineReport,
-    Good,
     PinError,
     PinOrder,
 )
@@ -95,7 +95,7 @@ class EngineRunner:
         self._state = EngineState.STARTING
         self._detail: str | None = None
         self._restarts = 0
-        self._good: Good | None = None  # outlives servers, and controllers
+        self._proven: dict[str, PinOrder] = {}  # by digest, the last one last; outlives servers, and controllers
         self._leaving = False
         self._fatal: str | None = None
         self._changed = asyncio.Event()
@@ -179,7 +179,7 @@ class EngineRunner:
             context_length=server.model.context_length if server else None,
             weight_version=server.weight_version if server else None,
             restarts=self._restarts,
-            recalls=self._good is not None,
+            recalls=bool(self._proven),
             number=self._reports,
             taken=tuple(self._taken),
             results=tuple(self._results.values()),
@@ -332,7 +332,7 @@ class EngineRunner:
             self._released.set()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RECALL:
-            return CommandResult(command.id, ok=True, good=self._good)
+            return CommandResult(command.id, ok=True, recalled=tuple(reversed(self._proven.values())))
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
         if command.pin is None:
@@ -362,9 +362,15 @@ class EngineRunner:
             if self._server is server:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
-        if evidence.canary_diff is not None:  # else it is for the controller to say, which holds engines to each other
-            self._good = Good(order, evidence)
+        if evidence.canary_diff is not None:  # what has none is proven by other engines alone, if at all
+            self._remember(order)
         return CommandResult(command.id, ok=True, evidence=evidence)
+
+    def _remember(self, order: PinOrder) -> None:
+        self._proven.pop(order.manifest.digest, None)
+        self._proven[order.manifest.digest] = order
+        while len(self._proven) > REMEMBERED:
+            del self._proven[next(iter(self._proven))]
 
     async def _run_restart(self, command: Command) -> CommandResult:
         before = self._server

@@ -24,6 +24,7 @@ class Changes:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._own = 0  # writes that the number counts, and that are no change
+        self._generation = 0  # of the connection: SQLite counts anew for each
 
     def __call__(self) -> int:
         """The number; from any thread.
@@ -33,7 +34,7 @@ class Changes:
         """
         with self._lock, mapped():
             try:
-                return self._db.store.number(self._kept()) - self._own
+                return (self._generation << 64) + self._db.store.number(self._kept()) - self._own
             except Exception:
                 self._drop()
                 raise
@@ -64,6 +65,7 @@ class Changes:
 
     def _drop(self) -> None:
         if self._connection is not None:
+            self._generation += 1
             self._connection.invalidate()
             self._connection.close()
             self._connection = None

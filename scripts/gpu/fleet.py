@@ -1,6 +1,6 @@
 """A training and its fleet on one host of any size: what evaluation costs, what the fleet does, what a fault costs.
 
-    PYTHONPATH=OVERLAY python3 scripts/gpu/fleet.py --size cpu|1|2|4|8 --out DIR [--only PARTS] [--budget-s 560] [--tiny]
+    PYTHONPATH=OVERLAY python3 scripts/gpu/fleet.py --size cpu|1|2|4|8 --out DIR [--only PARTS] [--budget-s S] [--tiny]
 
 | size | ranks of the trainer | engines | parts |
 | --- | --- | --- | --- |
@@ -668,7 +668,8 @@ def main() -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     work = args.work or Path(tempfile.mkdtemp(prefix="evalfleet-fleet-"))
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    plan = (TINY if args.tiny else FULL) | {key: size.get(key, False) for key in ("tensor", "data", "engines", "shared")}
+    laid_out = {key: size.get(key, False) for key in ("tensor", "data", "engines", "shared")}
+    plan = (TINY if args.tiny else FULL) | laid_out
     plan["batch"] *= 1 if args.tiny else size["tensor"] * size["data"]
     run = Measurement(args, plan, parts, work, Clock(args.budget_s))
     date = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -236,27 +236,40 @@ def test_a_poisoned_snapshot_ends_as_pin_violation_and_leaves_the_fleet_healthy(
     go(body)
 
 
+@pytest.mark.parametrize("when", ["no handover", "between points", "within a point", "within the first point"])
 def test_an_engine_that_loads_nothing_any_more_is_at_fault_also_by_what_a_former_controller_proved(
-    stand_of: Make,
+    stand_of: Make, when: str
 ) -> None:
-    """It is the only one there is to ask, and the controller has seen nothing itself."""
+    """It is the only one there is to ask; a new controller has seen nothing itself, an old one these weights last."""
 
     async def body() -> None:
-        async with stand_of().running(1) as stand:
+        async with stand_of(prompts={"main": 8, "more": 8}).running(1) as stand:
             await stand.until_ready()
             stand.put_run("r")
-            await stand.until_done(stand.dispatch("r", 0))
-            await stand.kill_controller()
+            if when != "within the first point":
+                await stand.until_done(stand.dispatch("r", 0))
+            last = stand.export("r", 1)
+            within = when.startswith("within")
+            if within:
+                stand.hold_answers("e0")
+            point = stand.dispatch("r", 1, last)
+            if within:
+                await stand.until(lambda: stand.in_flight("e0"))
+            else:
+                await stand.until_done(point)
             runner = stand.runners["e0"]
             runner._group = runner._group.model_copy(update={"overrides": {"refuse_update": True}})
             await stand.turn("e0", refuse_update=True)
-            stand.start_controller()
-            point = stand.dispatch("r", 1)
+            if when != "no handover":
+                await stand.kill_controller()
+                stand.release()
+                stand.start_controller()
+            if not within:
+                point = stand.dispatch("r", 1, last, suites=("more",))
             await stand.until(lambda: stand.engine("e0").quarantined)
             assert "good snapshot" in (stand.engine("e0").quarantined or "")
             stand.start_engine("sound")
-            [view] = await stand.until_done(point)
-            assert view.attempts == 1
+            await stand.until_done(point)
 
     go(body)
 

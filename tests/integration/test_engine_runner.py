@@ -117,17 +117,18 @@ def test_what_was_proven_by_a_canary_last_is_recalled_whatever_became_of_the_ser
         async with fleet.runner():
             up = await fleet.ready()
             assert not up.recalls
-            assert (await fleet.link.done(fleet.link.give(CommandKind.RECALL))).good is None
+            assert (await fleet.link.done(fleet.link.give(CommandKind.RECALL))).recalled == ()
             assert (await fleet.link.pin(fleet.b.path, fleet.b.manifest, "unproven")).ok
             assert not fleet.link.reports[-1].recalls
-            proven = await fleet.pin(fleet.a, "proven")
+            assert (await fleet.pin(fleet.a, "proven")).ok
             await fleet.link.done(fleet.link.give(CommandKind.RESTART))
             assert (await fleet.new_nonce(up)).recalls
             assert not (await fleet.link.pin(fleet.b.path, fleet.a.proven(), "wrong", timeout_s=2.0)).ok
-            good = (await fleet.link.done(fleet.link.give(CommandKind.RECALL, epoch=2))).good
-            assert good is not None
-            assert (good.order.snapshot, good.order.weight_version) == (str(fleet.a.path), "proven")
-            assert good.evidence == proven.evidence
+            for model, label in ((fleet.boot, "2"), (fleet.a, "3"), (fleet.b, "4"), (fleet.a, "5")):
+                assert (await fleet.pin(model, label)).ok
+            told = (await fleet.link.done(fleet.link.give(CommandKind.RECALL, epoch=2))).recalled
+            assert [order.weight_version for order in told] == ["5", "4"]
+            assert [order.manifest for order in told] == [fleet.a.proven(), fleet.b.proven()]
 
     go(body)
 

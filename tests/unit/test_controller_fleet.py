@@ -11,13 +11,13 @@ import pytest
 
 from eval_service.contract.wire import EngineState
 from eval_service.controller import fleet as fleets
+from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
 from eval_service.engine.protocol import (
     Command,
     CommandKind,
     CommandResult,
     EngineReport,
-    Good,
     PinError,
     PinEvidence,
     PinOrder,
@@ -211,44 +211,68 @@ def test_the_poll_of_an_engine_that_is_nobodys_is_held_for_longer_and_is_no_sile
     go(body)
 
 
-def good_of(digest: str) -> Good:
-    order = PinOrder("/s", SimpleNamespace(digest=digest), "v")  # type: ignore[arg-type]
-    return Good(order, PinEvidence("v", digest, "logprobs", 0.0, 0.0, 0.0, 0.0))
+def test_the_end_of_an_older_poll_says_nothing_of_a_newer_one_that_is_held(bench: Bench) -> None:
+    async def body() -> None:
+        polls = []
+        for _ in range(2):
+            polls.append(asyncio.create_task(bench.fleet.poll(bench.report())))
+            await asyncio.sleep(0)
+            bench.now += 1.0
+        polls[0].cancel()
+        await asyncio.gather(polls[0], return_exceptions=True)
+        assert bench.fleet.engines["e"].heard_at == 1.0 + 2.5
+        polls[1].cancel()
+        await asyncio.gather(polls[1], return_exceptions=True)
+        assert bench.fleet.engines["e"].heard_at == 2.0
+
+    go(body)
+
+
+def order_of(digest: str) -> PinOrder:
+    return PinOrder("/s", SimpleNamespace(digest=digest), "v")  # type: ignore[arg-type]
+
+
+def digests(goods: tuple[Good, ...]) -> list[str]:
+    return [good.order.manifest.digest for good in goods]
 
 
 def test_what_an_engine_was_proven_to_hold_under_a_former_controller_is_asked_for_once_and_known(bench: Bench) -> None:
+    evidence = PinEvidence("v", "f", "logprobs", 0.0, 0.0, 0.0, 0.0)
+
     async def body() -> None:
         assert await bench.poll() is None, "there is nothing to tell"
-        good, newer = good_of("a"), good_of("b")
         for name in ("old", "new"):
             command = await bench.poll(engine=name, recalls=True)
             assert command is not None
             assert command.kind is CommandKind.RECALL
             assert name not in {engine.id for engine in bench.fleet.free()}
             if name == "new":
-                bench.fleet.prove("new", newer)
-            await bench.poll(engine=name, recalls=True, results=(CommandResult(command.id, ok=True, good=good),))
+                bench.fleet.prove("new", Good(order_of("c"), evidence))
+            told = CommandResult(command.id, ok=True, recalled=(order_of("b"), order_of("a")))
+            await bench.poll(engine=name, recalls=True, results=(told,))
             assert await bench.poll(engine=name, recalls=True) is None
-        assert {name: engine.last_good for name, engine in bench.fleet.engines.items()} == {
-            "e": None,
-            "old": good,
-            "new": newer,
-        }
-        assert bench.fleet.last_good is newer
-        assert bench.fleet.proven == {"a", "b"}
+        known = {name: digests(engine.goods) for name, engine in bench.fleet.engines.items()}
+        assert known == {"e": [], "old": ["b", "a"], "new": ["c", "b"]}
+        assert digests(bench.fleet.goods) == ["c", "b"]
+        assert bench.fleet.proven == {"a", "b", "c"}
         assert {engine.id for engine in bench.fleet.free()} == {"e", "old", "new"}
+        bench.fleet.prove("new", Good(order_of("b"), evidence))
+        assert digests(bench.fleet.engines["new"].goods) == ["b", "c"], "of the same weights it keeps one"
 
     go(body)
 
 
-def test_a_recall_of_which_nothing_comes_leaves_nothing_known(bench: Bench) -> None:
+def test_an_engine_that_comes_to_recall_something_or_was_lost_before_it_told_is_asked_then(bench: Bench) -> None:
     async def body() -> None:
-        await bench.poll(recalls=True)
-        bench.now = 5.1
-        assert [engine.id for engine in bench.fleet.expire()] == ["e"]
-        await asyncio.sleep(0)
-        assert bench.fleet.last_good is None
-        assert not bench.fleet.proven
+        await bench.poll(state=EngineState.PINNING)  # for a controller that is gone, and for the first time
+        for _ in range(2):
+            command = await bench.poll(recalls=True)
+            assert command is not None
+            assert command.kind is CommandKind.RECALL
+            bench.now += 5.1
+            assert [engine.id for engine in bench.fleet.expire()] == ["e"]
+            await asyncio.sleep(0)
+            assert not bench.fleet.engines["e"].goods
 
     go(body)
 

@@ -14,9 +14,10 @@ from eval_service.chaos.faults import SPOILS_PINS, TWICE_LOOKS_BAD, FaultKind
 from eval_service.chaos.sparing import MOST
 from eval_service.contract.wire import EngineState
 from eval_service.controller import pinning
+from eval_service.controller.engines import Good
 from eval_service.controller.fleet import Fleet
 from eval_service.controller.pinning import Pinner, Verdict
-from eval_service.engine.protocol import CommandKind, CommandResult, EngineReport, Good, PinError, PinEvidence
+from eval_service.engine.protocol import CommandKind, CommandResult, EngineReport, PinError, PinEvidence
 from eval_service.fleet_config import GroupConfig
 
 GROUP = GroupConfig.model_validate({"model": "/m", "grade": "fake"})
@@ -38,13 +39,16 @@ class Bench:
         self.is_lost_at_last = False
         self.asked: list[str] = []
         self.fleet = Fleet({"eval": GROUP}, epoch=1, lost_after_s=60.0, clock=lambda: 0.0)
-        self.order, self.good = order_of("new"), order_of("good")
+        self.order, self.goods = order_of("new"), [order_of("good")]  # the last one first
+        self.evidence: PinEvidence | None = EVIDENCE
+        self.loads: list[str] | None = None  # of the good ones; None: all
         self.pinner = Pinner(self.fleet, self.order, restart_timeout_s=60.0, there=lambda snapshot, digest: True)
 
     def answer(self, _engine: str, kind: CommandKind, order: Any = None) -> asyncio.Future[CommandResult]:
         future: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
         self.asked.append("restart" if kind is CommandKind.RESTART else order.manifest.digest)
-        error = self.failures.pop(0) if order is self.order else FINE
+        refused = self.loads is not None and order is not None and order.manifest.digest not in self.loads
+        error = self.failures.pop(0) if order is self.order else PinError.REFUSED if refused else FINE
         if self.is_lost_at_last and not self.failures:
             self.fleet.engines["e"].lost = True
         evidence = None if error else EVIDENCE
@@ -55,7 +59,8 @@ class Bench:
         report = EngineReport("e", "eval", "n", EngineState.READY, 1, "boot", number=1)
         poll = asyncio.create_task(self.fleet.poll(report))
         await asyncio.sleep(0)  # it reports
-        self.fleet.prove("e", Good(self.good, EVIDENCE))
+        for good in reversed(self.goods):
+            self.fleet.prove("e", Good(good, self.evidence))
         try:
             return (await self.pinner.pin("e")).verdict
         finally:
@@ -80,14 +85,27 @@ def test_a_snapshot_that_fails_alike_after_one_proof_of_the_engine_is_to_blame(e
     assert verdict_of(error, error, error) == (Verdict.SNAPSHOT, ["new", "new", *PROOF], 0)
 
 
-def test_what_was_proven_before_tells_nothing_of_an_engine_that_does_not_load_it_again() -> None:
-    """An attempt before this one proved it, maybe under another controller, and its bytes may have gone bad since."""
+@pytest.mark.parametrize("evidence", [EVIDENCE, None])  # None: it is recalled
+@pytest.mark.parametrize(
+    ("goods", "loads", "verdict"),
+    [
+        (["new", "good"], ["good"], Verdict.SUSPECT),  # proven before, its bytes may have gone bad since
+        (["new", "good"], [], Verdict.ENGINE),
+        (["new"], [], Verdict.ENGINE),  # it can't load what it was proven to hold
+        (["new"], ["new"], Verdict.SUSPECT),
+    ],
+)
+def test_an_engine_that_fails_on_what_was_proven_before_is_told_from_the_snapshot_by_one_of_other_weights_if_any(
+    goods: list[str], loads: list[str], verdict: Verdict, evidence: PinEvidence | None
+) -> None:
+    """An attempt or a suite before this one proved it, maybe under another controller."""
     bench = Bench([PinError.CANARY] * 3)
-    bench.good = order_of("new")
+    bench.goods = [order_of(name) for name in goods]
+    bench.loads, bench.evidence = loads, evidence
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.fleet, "send", bench.answer)
-        verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 60))
-    assert (verdict, bench.asked) == (Verdict.SUSPECT, ["new", "new", "restart", "new"])
+        assert asyncio.run(asyncio.wait_for(bench.verdict(), 60)) is verdict
+    assert bench.asked[:4] == ["new", "new", "restart", goods[-1]]
 
 
 @pytest.mark.parametrize("error", [PinError.DIED, PinError.TIMEOUT, PinError.UNAVAILABLE])

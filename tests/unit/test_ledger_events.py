@@ -117,6 +117,16 @@ def test_another_process_would_see_each_write_as_a_change(ledger: Ledger) -> Non
     other.close()
 
 
+def test_a_lost_connection_hides_no_change(ledger: Ledger) -> None:
+    """A new one counts from the beginning, and may come to the very same number."""
+    changes = Changes(ledger.db)
+    number = changes()
+    ledger.orders.pause("r1")
+    changes.close()
+    assert changes() != number
+    changes.close()
+
+
 @pytest.mark.parametrize("write", ["claim", "take_epoch"])
 def test_what_must_outlive_a_power_cut_is_synced_with_all_that_came_before_it(tmp_path: Path, write: str) -> None:
     """A snapshot is deleted only once the ledger can't forget the result that made it needless."""
