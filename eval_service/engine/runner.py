@@ -95,7 +95,7 @@ class EngineRunner:
         self._state = EngineState.STARTING
         self._detail: str | None = None
         self._restarts = 0
-        self._proven: dict[str, PinOrder] = {}  # by digest, the last one last; outlives servers, and controllers
+        self._proven: tuple[PinOrder, ...] = ()  # by canaries, the last one first; outlives servers, and controllers
         self._leaving = False
         self._fatal: str | None = None
         self._changed = asyncio.Event()
@@ -332,7 +332,7 @@ class EngineRunner:
             self._released.set()
             return CommandResult(command.id, ok=True)
         if command.kind is CommandKind.RECALL:
-            return CommandResult(command.id, ok=True, recalled=tuple(reversed(self._proven.values())))
+            return CommandResult(command.id, ok=True, recalled=self._proven)
         if command.kind is CommandKind.RESTART:
             return await self._run_restart(command)
         if command.pin is None:
@@ -363,14 +363,9 @@ class EngineRunner:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
         if evidence.canary_diff is not None:  # what has none is proven by other engines alone, if at all
-            self._remember(order)
+            others = [known for known in self._proven if known.manifest.digest != order.manifest.digest]
+            self._proven = (order, *others)[:REMEMBERED]
         return CommandResult(command.id, ok=True, evidence=evidence)
-
-    def _remember(self, order: PinOrder) -> None:
-        self._proven.pop(order.manifest.digest, None)
-        self._proven[order.manifest.digest] = order
-        while len(self._proven) > REMEMBERED:
-            del self._proven[next(iter(self._proven))]
 
     async def _run_restart(self, command: Command) -> CommandResult:
         before = self._server

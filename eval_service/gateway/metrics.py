@@ -128,7 +128,9 @@ def _health(fleet: FleetView, now: float) -> Iterator[Metric]:
         "evalfleet_engine_restarts", "Restarts of an engine's server in its replica", labels=["group", "engine"]
     )
     silent = GaugeMetricFamily(
-        "evalfleet_engine_silent_seconds", "Since an engine was last heard of", labels=["group", "engine"]
+        "evalfleet_engine_silent_seconds",
+        "Since an engine was last heard of; up to 3 s where it has nothing to do",
+        labels=["group", "engine"],
     )
     for group in fleet.groups:
         ready.add_metric([group.name], group.ready)
