@@ -128,10 +128,10 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, bool]:
         else:  # one engine alone can't be scaled down while points run
             wanted["the engine killed, and back"] = {"killed", "the killed engine is back"} <= happened
         wanted["several points in flight"] = (fleet.get("looks") or {}).get("points_in_flight_max", 0) > 1
-    if torn := found.get("torn"):
+    for buffer, torn in (found.get("torn") or {}).items():
         equal = torn["equal"]
         compared = torn["exit_code"] == 0 and len(equal) == torn["planned"] == torn["different_weights"]
-        wanted["no export torn"] = compared and all(equal.values())
+        wanted[f"no export from the {buffer}'s buffer torn"] = compared and all(equal.values())
     if tensor := found.get("tp"):
         wanted["export of untrained weights equal bit by bit"] = bool(tensor.get("untrained_equal"))
         wanted["losses as on one GPU"] = tensor.get("losses_apart", 1.0) <= SAME_LOSS

@@ -139,11 +139,12 @@ def test_what_evaluation_costs_a_step_on_the_same_gpu_is_told_and_not_judged() -
 
 def test_an_export_that_is_not_what_its_step_held_is_torn() -> None:
     sound = {"exit_code": 0, "planned": 2, "equal": {15: True, 30: True}, "different_weights": 2}
-    assert verdicts({"torn": sound}) == {"no export torn": True}
+    told = "no export from the host's buffer torn"
+    assert verdicts({"torn": {"host": sound}}) == {told: True}
     faults: list[dict[str, Any]] = [{"equal": {15: True, 30: False}}, {"equal": {15: True}}, {"different_weights": 1}]
     faults += [{"exit_code": 1}, {"planned": 3}]
     for fault in faults:
-        assert verdicts({"torn": sound | fault}) == {"no export torn": False}
+        assert verdicts({"torn": {"device": sound, "host": sound | fault}})[told] is False
 
 
 def test_two_ranks_are_held_against_one_and_equal_losses_are_no_failure() -> None:
