@@ -21,7 +21,7 @@ def remembered(*goods: Good) -> tuple[Good, ...]:
     """The first ones, each of other weights than those before it."""
     kept: dict[str, Good] = {}
     for good in goods:
-        kept.setdefault(good.order.manifest.digest, good)
+        kept.setdefault(good.order.manifest.tensor_digest, good)
     return tuple(kept.values())[:REMEMBERED]
 
 

@@ -82,7 +82,8 @@ class Fleet:
         command = engine.next_command()
         if command is None:
             held_s = min(POLL_S if engine.point is not None else IDLE_POLL_S, self._lost_after_s / 2)
-            engine.heard_at += held_s  # nothing can be heard of it before
+            if engine.report is report:
+                engine.heard_at += held_s  # nothing can be heard of it before
             try:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(held_s):

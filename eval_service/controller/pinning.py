@@ -167,7 +167,12 @@ class Pinner:
         good = await self._good(engine_id)
         again, alike = last, False
         for _ in range(PROOFS):
-            if (fault := await self._unproven(engine_id, good)) is not None:
+            fault = await self._restarted(engine_id)
+            if fault is None and good is not None:
+                holds = await self._holds(engine_id, good)
+                fault = "it does not load a good snapshot any more" if holds is False else None
+                good = good if holds else None  # it was deleted meanwhile, and tells nothing
+            if fault is not None:
                 return self._engines_fault(engine_id, f"{fault}, after a failed pin: {_told(again)}")
             again = await self._try(engine_id, self.order)
             if (outcome := self._conclusive(again)) is not None:
@@ -177,14 +182,6 @@ class Pinner:
             if alike and again.error not in _BY_ITSELF:
                 break
         return self._judged(engine_id, again, good, alike=alike)
-
-    async def _unproven(self, engine_id: str, good: Good | None) -> str | None:
-        """Start it anew and let it load a good snapshot; what is wrong with it, None where nothing is."""
-        if (failed := await self._restarted(engine_id)) is not None:
-            return failed
-        if good is not None and not await self._holds(engine_id, good):
-            return "it does not load a good snapshot any more"
-        return None
 
     def _judged(self, engine_id: str, again: CommandResult, good: Good | None, *, alike: bool) -> Outcome:
         """Who is at fault where an engine that is sound, as far as can be told, failed again."""
@@ -198,8 +195,10 @@ class Pinner:
         if again.error is PinError.LABEL:  # what it calls what it holds is no doing of what it holds
             return self._engines_fault(engine_id, _told(again))
         # Unchanged, it may load nothing at all: the good one may be what it boots with, or held anyway.
-        proven = self.order.manifest.digest in self.fleet.proven
-        weak = good is None or proven or not alike or again.error is PinError.UNCHANGED
+        proven, unchanged = self.order.manifest.digest in self.fleet.proven, again.error is PinError.UNCHANGED
+        if proven and unchanged:  # bytes that went bad since would not leave it as it was
+            return self._engines_fault(engine_id, _told(again))
+        weak = good is None or proven or not alike or unchanged
         return Outcome(Verdict.SUSPECT if weak else Verdict.SNAPSHOT, detail=_told(again))
 
     def _engines_fault(self, engine_id: str, why: str) -> Outcome:
@@ -227,17 +226,19 @@ class Pinner:
         """What the engine held last, else what any engine did, of other weights than these if any; None: nothing left.
 
         What this very lane believes is what is in question. These weights as they were proven to be held before are
-        not: an engine that can't load them any more is at fault, but others tell it from bytes that went bad since.
+        not: an engine that can't load them any more is at fault. Other weights are asked first, since they tell it from
+        bytes that went bad on their storage; where there are none, it is blamed for those, and comes back.
         """
         engine = self.fleet.engines.get(engine_id)
         known = [
             good for good in (*(engine.goods if engine else ()), *self.fleet.goods) if good.order is not self.order
         ]
-        known.sort(key=lambda good: good.order.manifest.digest == self.order.manifest.digest)
-        for good in {id(good): good for good in known}.values():
-            if await self._left(good.order):
-                return good
-        return None
+        known.sort(key=lambda good: good.order.manifest.tensor_digest == self.order.manifest.tensor_digest)
+        places: dict[tuple[str, str], Good] = {}
+        for good in known:
+            places.setdefault((good.order.snapshot, good.order.manifest.digest), good)
+        left = await asyncio.gather(*(self._left(good.order) for good in places.values()))
+        return next((good for good, there in zip(places.values(), left, strict=True) if there), None)
 
     async def _left(self, order: PinOrder) -> bool:
         """Whether it could be loaded again: of storage that does not answer, or only with an error, nothing can."""
@@ -247,9 +248,11 @@ class Pinner:
         except OSError:  # TimeoutError too
             return False
 
-    async def _holds(self, engine_id: str, good: Good) -> bool:
-        """Whether it loads a good snapshot, and is then as it was found to be."""
+    async def _holds(self, engine_id: str, good: Good) -> bool | None:
+        """Whether it loads a good snapshot, and is then as it was found to be; None: there is nothing to load."""
         result = await self._try(engine_id, good.order)
+        if result.error in (PinError.NOT_VISIBLE, PinError.STORE):
+            return None
         if not result.ok or result.evidence is None:
             return False
         engine = self.fleet.engines.get(engine_id)

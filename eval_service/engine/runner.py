@@ -363,7 +363,8 @@ class EngineRunner:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
         if evidence.canary_diff is not None:  # what has none is proven by other engines alone, if at all
-            others = [known for known in self._proven if known.manifest.digest != order.manifest.digest]
+            weights = order.manifest.tensor_digest
+            others = [known for known in self._proven if known.manifest.tensor_digest != weights]
             self._proven = (order, *others)[:REMEMBERED]
         return CommandResult(command.id, ok=True, evidence=evidence)
 

@@ -129,7 +129,7 @@ def _health(fleet: FleetView, now: float) -> Iterator[Metric]:
     )
     silent = GaugeMetricFamily(
         "evalfleet_engine_silent_seconds",
-        "Since an engine was last heard of; up to 3 s where it has nothing to do",
+        "Since an engine was last heard of; a few seconds where no point has it",
         labels=["group", "engine"],
     )
     for group in fleet.groups:

@@ -274,6 +274,30 @@ def test_an_engine_that_loads_nothing_any_more_is_at_fault_also_by_what_a_former
     go(body)
 
 
+def test_an_engine_that_keeps_the_weights_it_boots_with_is_at_fault_where_the_others_were_proven_before(
+    stand_of: Make,
+) -> None:
+    """It "loads" the base model's snapshot by loading nothing."""
+
+    async def body() -> None:
+        async with stand_of(prompts={"main": 8, "more": 8}).running(1) as stand:
+            await stand.until_ready()
+            stand.put_run("r")
+            await stand.until_done(stand.dispatch("r", 0, stand.export("r", 0, seed=0)))
+            last = stand.export("r", 1)
+            await stand.until_done(stand.dispatch("r", 1, last))
+            runner, nonce = stand.runners["e0"], stand.engine("e0").report.nonce
+            runner._group = runner._group.model_copy(update={"overrides": {"wrong_weights": True}})
+            stand.kill_server("e0")
+            await stand.until(lambda: stand.engine("e0").ready and stand.engine("e0").report.nonce != nonce)
+            point = stand.dispatch("r", 1, last, suites=("more",))
+            await stand.until(lambda: stand.engine("e0").quarantined)
+            stand.start_engine("sound")
+            await stand.until_done(point)
+
+    go(body)
+
+
 @pytest.mark.parametrize("deaths", [3, None])
 def test_an_engine_that_dies_at_one_snapshot_alone_is_proven_twice_before_the_snapshot_is_to_blame(
     stand_of: Make, monkeypatch: pytest.MonkeyPatch, deaths: int | None

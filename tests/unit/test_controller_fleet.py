@@ -229,7 +229,7 @@ def test_the_end_of_an_older_poll_says_nothing_of_a_newer_one_that_is_held(bench
 
 
 def order_of(digest: str) -> PinOrder:
-    return PinOrder("/s", SimpleNamespace(digest=digest), "v")  # type: ignore[arg-type]
+    return PinOrder("/s", SimpleNamespace(digest=digest, tensor_digest=digest), "v")  # type: ignore[arg-type]
 
 
 def digests(goods: tuple[Good, ...]) -> list[str]:

@@ -27,7 +27,10 @@ FINE = None
 
 def order_of(digest: str) -> Any:
     return SimpleNamespace(
-        snapshot="/s", timeout_s=60.0, visibility_timeout_s=60.0, manifest=SimpleNamespace(digest=digest)
+        snapshot="/s",
+        timeout_s=60.0,
+        visibility_timeout_s=60.0,
+        manifest=SimpleNamespace(digest=digest, tensor_digest=digest),
     )
 
 
@@ -41,6 +44,7 @@ class Bench:
         self.fleet = Fleet({"eval": GROUP}, epoch=1, lost_after_s=60.0, clock=lambda: 0.0)
         self.order, self.goods = order_of("new"), [order_of("good")]  # the last one first
         self.evidence: PinEvidence | None = EVIDENCE
+        self.refusal = PinError.REFUSED  # of the good ones that it does not load
         self.loads: list[str] | None = None  # of the good ones; None: all
         self.pinner = Pinner(self.fleet, self.order, restart_timeout_s=60.0, there=lambda snapshot, digest: True)
 
@@ -48,7 +52,7 @@ class Bench:
         future: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
         self.asked.append("restart" if kind is CommandKind.RESTART else order.manifest.digest)
         refused = self.loads is not None and order is not None and order.manifest.digest not in self.loads
-        error = self.failures.pop(0) if order is self.order else PinError.REFUSED if refused else FINE
+        error = self.failures.pop(0) if order is self.order else self.refusal if refused else FINE
         if self.is_lost_at_last and not self.failures:
             self.fleet.engines["e"].lost = True
         evidence = None if error else EVIDENCE
@@ -108,6 +112,27 @@ def test_an_engine_that_fails_on_what_was_proven_before_is_told_from_the_snapsho
     assert bench.asked[:4] == ["new", "new", "restart", goods[-1]]
 
 
+@pytest.mark.parametrize(("goods", "verdict"), [(["new", "good"], Verdict.ENGINE), (["good"], Verdict.SUSPECT)])
+def test_an_engine_that_keeps_what_it_had_in_place_of_what_was_proven_before_is_at_fault(
+    goods: list[str], verdict: Verdict
+) -> None:
+    """The good one may be what it boots with, which it "loads" by loading nothing."""
+    bench = Bench([PinError.UNCHANGED] * 3)
+    bench.goods = [order_of(name) for name in goods]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
+        assert asyncio.run(asyncio.wait_for(bench.verdict(), 60)) is verdict
+
+
+@pytest.mark.parametrize("gone", [PinError.NOT_VISIBLE, PinError.STORE])
+def test_a_good_snapshot_that_is_deleted_before_it_was_loaded_tells_nothing_of_the_engine(gone: PinError) -> None:
+    bench = Bench([PinError.CANARY] * 3)
+    bench.loads, bench.refusal = [], gone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
+        assert asyncio.run(asyncio.wait_for(bench.verdict(), 60)) is Verdict.SUSPECT
+
+
 @pytest.mark.parametrize("error", [PinError.DIED, PinError.TIMEOUT, PinError.UNAVAILABLE])
 def test_what_engines_do_by_themselves_must_come_after_two_proofs(error: PinError) -> None:
     assert verdict_of(error, error, error, FINE)[0] is Verdict.PROVEN
@@ -138,6 +163,16 @@ def test_a_good_snapshot_whose_storage_errs_or_hangs_is_not_there_and_holds_up_n
         verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 50))
     hangs.set()
     assert (verdict, bench.asked) == (Verdict.SUSPECT, ["new", "new", "restart", "new"])
+
+
+def test_good_snapshots_are_looked_for_side_by_side_so_that_storage_that_hangs_is_waited_for_once() -> None:
+    bench, both = Bench([PinError.CANARY] * 3), threading.Barrier(2)
+    bench.goods = [order_of("good"), order_of("older")]
+    bench.pinner.there = lambda _snapshot, digest: both.wait(8) >= 0 and digest == "older"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.fleet, "send", bench.answer)
+        verdict = asyncio.run(asyncio.wait_for(bench.verdict(), 50))
+    assert (verdict, bench.asked) == (Verdict.SNAPSHOT, ["new", "new", "restart", "older", "new"])
 
 
 @pytest.mark.parametrize("third", [PinError.CANARY, PinError.REFUSED, PinError.UNAVAILABLE, PinError.UNCHANGED])
