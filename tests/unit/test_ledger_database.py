@@ -14,12 +14,15 @@ from sqlalchemy import event, insert, update
 from eval_service.contract.errors import ConfigError, Unavailable
 from eval_service.contract.states import PointState, Reason
 from eval_service.contract.wire import FleetView
+from eval_service.controller.housekeeping import CHECKPOINT_S
+from eval_service.ledger import sqlite as sqlite_store
 from eval_service.ledger.database import Database, Fenced
 from eval_service.ledger.lock import FileLock, lock_of
 from eval_service.ledger.moves import Facts, Moves
 from eval_service.ledger.place import NETWORK, check_local
 from eval_service.ledger.retention import Retention
 from eval_service.ledger.schema import commands, points, runs
+from eval_service.ledger.store import file_of, parsed
 from tests.support.ledger import EXPIRY_S, Ledger, result
 
 S = PointState
@@ -223,3 +226,34 @@ def test_a_ledger_that_another_process_writes_to_is_unavailable_and_not_broken(t
         ledger.intents.probe()
     blocker.close()
     ledger.intents.probe()
+
+
+def wal(ledger: Ledger) -> Path:
+    file = file_of(parsed(ledger.db.url))
+    assert file is not None
+    return Path(f"{file}-wal")
+
+
+def test_no_commit_makes_a_checkpoint_where_a_controller_makes_them(tmp_path: Path) -> None:
+    """All writers wait for a commit that does; 500 dispatches a second are more than a gateway takes."""
+    ledger = Ledger(tmp_path)
+    ledger.db.checkpoint()
+    ledger.send(0)
+    before, number = wal(ledger).stat().st_size, 50
+    for step in range(1, number + 1):
+        ledger.send(step)
+    page = 4096 + 24
+    pages = (wal(ledger).stat().st_size - before) / page / number
+    assert pages > 3, "they were counted"
+    assert 2 * CHECKPOINT_S * 500 * pages < sqlite_store._MOST_WAL_PAGES
+
+
+def test_what_a_burst_took_of_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_store, "_KEPT_WAL_BYTES", 1 << 16)
+    ledger = Ledger(tmp_path)
+    for step in range(100):
+        ledger.send(step)
+    assert wal(ledger).stat().st_size > 1 << 20
+    ledger.db.checkpoint()
+    ledger.send(100)
+    assert wal(ledger).stat().st_size < 1 << 18
