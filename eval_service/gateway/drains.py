@@ -9,17 +9,17 @@ from fastapi import APIRouter, Query
 
 from eval_service.contract.wire import DrainRequest, Receipt
 from eval_service.gateway.services import Given, Services
-from eval_service.gateway.waiting import LONG_POLL_S
+from eval_service.gateway.waiting import LONG_POLL_S, spread
 
 routes = APIRouter(tags=["drain"])
 
 
 @routes.post("/drain")
 async def drain(request: DrainRequest, services: Given) -> Receipt:
-    """Begin a drain, or go on with one; answers when it is over, else after 20 s with `open` set."""
+    """Begin a drain, or go on with one; answers when it is over, else after 10 to 20 s with `open` set."""
     started = await asyncio.to_thread(services.intents.begin_drain, request)
     services.wake()
-    return await _wait(services, started, LONG_POLL_S)
+    return await _wait(services, started, spread(LONG_POLL_S))
 
 
 @routes.get("/drains/{id}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Collection
 
 from eval_service.contract.errors import EvalfleetError
@@ -12,6 +13,11 @@ LONG_POLL_S = 20.0
 WATCH_S = 0.05  # how often the ledger is asked whether it changed, while somebody waits
 LOOK_S = 0.1  # how long one look is good for, however often the ledger changes
 AGAIN_S = 0.5  # what only time changes (a deadline) is seen so much later
+
+
+def spread(wait_s: float) -> float:
+    """Between half and all of it: who began together would come back together, each time, and hold up all others."""
+    return wait_s * random.uniform(0.5, 1.0)
 
 
 class Watch:

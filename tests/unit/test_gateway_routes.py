@@ -27,6 +27,7 @@ from eval_service.contract.wire import (
     StatusView,
 )
 from eval_service.gateway import points as points_routes
+from eval_service.gateway.waiting import LONG_POLL_S, SharedLook
 from eval_service.suites.samples import write_samples
 from tests.support.api import Api
 from tests.support.ledger import result
@@ -313,6 +314,21 @@ def test_a_drain_that_outlasts_a_poll_is_open_and_goes_on_under_its_id(
     assert (first["open"], first["drained"], first["drain"]) == (True, False, body["drain"])
     api.ledger.go(point, S.DONE)
     assert api.post("/drain", body)["drained"]
+
+
+def test_drains_that_began_together_do_not_come_back_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 at once hold up every dispatch, each time that their polls are over."""
+    waits: list[float] = []
+
+    async def noted(_looks: SharedLook, _drain: str, wait_s: float) -> None:
+        waits.append(wait_s)
+
+    monkeypatch.setattr(SharedLook, "wait", noted)
+    api.ledger.queued(1)
+    for _ in range(20):
+        assert api.post("/drain", {"run": "r1", "drain": str(uuid.uuid4())})["open"]
+    assert all(LONG_POLL_S / 2 <= wait_s <= LONG_POLL_S for wait_s in waits)
+    assert max(waits) - min(waits) > LONG_POLL_S / 8, "20 at random are closer together less than once in 10^10 times"
 
 
 def test_a_drain_is_ended_by_the_gateway_where_no_controller_is(alone: Api) -> None:
