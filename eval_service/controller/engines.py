@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from eval_service.contract.wire import EngineState
-from eval_service.engine.protocol import REMEMBERED, Command, CommandResult, EngineReport, PinEvidence, PinOrder
+from eval_service.engine.protocol import Command, CommandResult, EngineReport, PinEvidence, PinOrder, remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,9 @@ class Good:
     evidence: PinEvidence | None
 
 
-def remembered(*goods: Good) -> tuple[Good, ...]:
-    """The first ones, each of other weights than those before it."""
-    kept: dict[str, Good] = {}
-    for good in goods:
-        kept.setdefault(good.order.manifest.tensor_digest, good)
-    return tuple(kept.values())[:REMEMBERED]
+def first_of(*goods: Good) -> tuple[Good, ...]:
+    """Those that are remembered."""
+    return remembered(goods, lambda good: good.order)
 
 
 @dataclass(slots=True, eq=False)

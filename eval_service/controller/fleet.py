@@ -17,7 +17,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from eval_service.contract.wire import EngineState, FleetView
-from eval_service.controller.engines import Engine, Good, Sent, remembered
+from eval_service.controller.engines import Engine, Good, Sent, first_of
 from eval_service.controller.fleet_view import fleet_view
 from eval_service.controller.sizing import Size
 from eval_service.controller.throughput import Throughput
@@ -125,8 +125,8 @@ class Fleet:
     def _recalled(self, engine: Engine, recall: asyncio.Future[CommandResult]) -> None:
         if not recall.cancelled():
             told = [Good(order, None) for order in recall.result().recalled]
-            engine.goods = remembered(*engine.goods, *told)
-            self.goods = remembered(*self.goods, *told)
+            engine.goods = first_of(*engine.goods, *told)
+            self.goods = first_of(*self.goods, *told)
             self.proven.update(good.order.manifest.digest for good in told)
 
     def _refuse_unreachable(self, engine: Engine) -> None:
@@ -236,8 +236,8 @@ class Fleet:
     def prove(self, engine_id: str, good: Good) -> None:
         """It holds this, proven."""
         engine = self.engines[engine_id]
-        engine.goods = remembered(good, *engine.goods)
-        self.goods = remembered(good, *self.goods)
+        engine.goods = first_of(good, *engine.goods)
+        self.goods = first_of(good, *self.goods)
         self.proven.add(good.order.manifest.digest)
         engine.strikes = 0
 

@@ -9,13 +9,15 @@ either way of a poll matters.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from eval_service.contract.manifest import Manifest
 from eval_service.contract.wire import EngineState
 
+_T = TypeVar("_T")
 POLL_S = 1.0  # how long a poll is held
 IDLE_POLL_S = 3.0  # of an engine that is nobody's, at most: over Serve each one costs 3 ms of a core
 REMEMBERED = 2  # snapshots that an engine was proven to hold: the one before tells of an engine that fails on the last
@@ -59,6 +61,14 @@ class PinOrder:
     timeout_s: float = 120.0
     visibility_timeout_s: float = 60.0
     roots: tuple[str, ...] = ("/",)
+
+
+def remembered(held: Iterable[_T], order: Callable[[_T], PinOrder]) -> tuple[_T, ...]:
+    """The first ones, each of other weights than those before it."""
+    kept: dict[str, _T] = {}
+    for one in held:
+        kept.setdefault(order(one).manifest.tensor_digest, one)
+    return tuple(kept.values())[:REMEMBERED]
 
 
 @dataclass(frozen=True, slots=True)

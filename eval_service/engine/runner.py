@@ -25,7 +25,6 @@ from eval_service.engine.nearby import near
 from eval_service.engine.pin import Clock, PinFailed, SystemClock
 from eval_service.engine.protocol import (
     IDLE_POLL_S,
-    REMEMBERED,
     Command,
     CommandKind,
     CommandResult,
@@ -33,6 +32,7 @@ from eval_service.engine.protocol import (
     EngineReport,
     PinError,
     PinOrder,
+    remembered,
 )
 from eval_service.engine.server import BootOptions, Server, boot_server
 from eval_service.fleet_config import GroupConfig
@@ -363,9 +363,7 @@ class EngineRunner:
                 self._become(EngineState.READY, None)
         server.weight_version = evidence.weight_version
         if evidence.canary_diff is not None:  # what has none is proven by other engines alone, if at all
-            weights = order.manifest.tensor_digest
-            others = [known for known in self._proven if known.manifest.tensor_digest != weights]
-            self._proven = (order, *others)[:REMEMBERED]
+            self._proven = remembered((order, *self._proven), lambda held: held)
         return CommandResult(command.id, ok=True, evidence=evidence)
 
     async def _run_restart(self, command: Command) -> CommandResult:

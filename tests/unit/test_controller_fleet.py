@@ -229,7 +229,8 @@ def test_the_end_of_an_older_poll_says_nothing_of_a_newer_one_that_is_held(bench
 
 
 def order_of(digest: str) -> PinOrder:
-    return PinOrder("/s", SimpleNamespace(digest=digest, tensor_digest=digest), "v")  # type: ignore[arg-type]
+    manifest: Any = SimpleNamespace(digest=digest, tensor_digest=digest)
+    return PinOrder("/s", manifest, "v")
 
 
 def digests(goods: tuple[Good, ...]) -> list[str]:

@@ -235,7 +235,7 @@ def wal(ledger: Ledger) -> Path:
 
 
 def test_no_commit_makes_a_checkpoint_where_a_controller_makes_them(tmp_path: Path) -> None:
-    """All writers wait for a commit that does; 500 dispatches a second are more than a gateway takes."""
+    """All writers wait for a commit that does; 16 callers make some 700 dispatches a second on two cores."""
     ledger = Ledger(tmp_path)
     ledger.db.checkpoint()
     ledger.send(0)
@@ -245,7 +245,7 @@ def test_no_commit_makes_a_checkpoint_where_a_controller_makes_them(tmp_path: Pa
     page = 4096 + 24
     pages = (wal(ledger).stat().st_size - before) / page / number
     assert pages > 3, "they were counted"
-    assert 2 * CHECKPOINT_S * 500 * pages < sqlite_store._MOST_WAL_PAGES
+    assert CHECKPOINT_S * 1000 * pages < sqlite_store._MOST_WAL_PAGES
 
 
 def test_what_a_burst_took_of_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
